@@ -1,0 +1,153 @@
+"""Between named checkpoint tensors and the parameter pytree: fused layouts, expected shapes, one check for all formats.
+
+Checkpoints hold one matrix per projection, heads flattened; the pytree fuses q, k and v per KV head and gate with up
+(one matrix product each). Both directions live here, for targets and drafters alike, because their layers are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from dspark_jax.drafters.config import DrafterConfig
+from dspark_jax.models.config import TransformerConfig
+
+Shape = tuple[int, ...]
+Sizes = TransformerConfig | DrafterConfig
+Read = Callable[[str], np.ndarray]
+
+_NAMED_AT_MOST = 4  # names that an error lists before it only counts
+
+
+def layer_shapes(prefix: str, sizes: Sizes) -> dict[str, Shape]:
+    """Names and shapes of one decoder layer's tensors in Hugging Face form; `prefix` ends with a dot."""
+    d, f, hd = sizes.hidden_size, sizes.intermediate_size, sizes.head_dim
+    queries, keys = sizes.num_heads * hd, sizes.num_kv_heads * hd
+    shapes: dict[str, Shape] = {
+        "input_layernorm.weight": (d,),
+        "self_attn.q_proj.weight": (queries, d),
+        "self_attn.k_proj.weight": (keys, d),
+        "self_attn.v_proj.weight": (keys, d),
+        "self_attn.o_proj.weight": (d, queries),
+        "post_attention_layernorm.weight": (d,),
+        "mlp.gate_proj.weight": (f, d),
+        "mlp.up_proj.weight": (f, d),
+        "mlp.down_proj.weight": (d, f),
+    }
+    if sizes.qk_norm:
+        shapes["self_attn.q_norm.weight"] = (hd,)
+        shapes["self_attn.k_norm.weight"] = (hd,)
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
+def target_shapes(config: TransformerConfig) -> dict[str, Shape]:
+    """Names and shapes of all tensors of a target, in Hugging Face form."""
+    d, vocab = config.hidden_size, config.vocab_size
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (vocab, d), "model.norm.weight": (d,)}
+    for i in range(config.num_layers):
+        shapes |= layer_shapes(f"model.layers.{i}.", config)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (vocab, d)
+    return shapes
+
+
+def read_target_params(read: Read, config: TransformerConfig, dtype: DTypeLike) -> dict[str, Any]:
+    """Builds a target's parameters; `read` gives a tensor by its Hugging Face name, shaped as `target_shapes` says."""
+    params: dict[str, Any] = {
+        "embed": to_device(read("model.embed_tokens.weight"), dtype),  # [V, D]
+        "layers": tuple(read_layer(read, f"model.layers.{i}.", config, dtype) for i in range(config.num_layers)),
+        "final_norm": to_device(read("model.norm.weight"), dtype),  # [D]
+    }
+    if not config.tie_embeddings:
+        params["head"] = to_device(read("lm_head.weight"), dtype)  # [V, D]
+    return params
+
+
+def read_layer(read: Read, prefix: str, sizes: Sizes, dtype: DTypeLike) -> dict[str, jax.Array]:
+    """Builds one layer's parameters; `read` gives a tensor by its Hugging Face name, shaped as `layer_shapes` says."""
+    d, hd, groups = sizes.hidden_size, sizes.head_dim, sizes.num_kv_heads
+    q = read(prefix + "self_attn.q_proj.weight").reshape(groups, -1, hd, d)  # [G, Q, hd, D]
+    k = read(prefix + "self_attn.k_proj.weight").reshape(groups, 1, hd, d)  # [G, 1, hd, D]
+    v = read(prefix + "self_attn.v_proj.weight").reshape(groups, 1, hd, d)  # [G, 1, hd, D]
+    layer = {
+        "input_norm": read(prefix + "input_layernorm.weight"),  # [D]
+        "qkv": np.concatenate([q, k, v], axis=1),  # [G, Q+2, hd, D]
+        "o": read(prefix + "self_attn.o_proj.weight").reshape(d, groups, -1, hd),  # [D, G, Q, hd]
+        "post_norm": read(prefix + "post_attention_layernorm.weight"),  # [D]
+        "gate_up": np.stack([read(prefix + f"mlp.{name}_proj.weight") for name in ("gate", "up")]),  # [2, F, D]
+        "down": read(prefix + "mlp.down_proj.weight"),  # [D, F]
+    }
+    if sizes.qk_norm:
+        layer["q_norm"] = read(prefix + "self_attn.q_norm.weight")  # [hd]
+        layer["k_norm"] = read(prefix + "self_attn.k_norm.weight")  # [hd]
+    return {name: to_device(array, dtype) for name, array in layer.items()}
+
+
+def layer_tensors(layer: Mapping[str, Any], prefix: str) -> dict[str, np.ndarray]:
+    """The inverse of `read_layer`: one layer's parameters as named tensors, in the dtype that they have."""
+    qkv = np.asarray(layer["qkv"])  # [G, Q+2, hd, D]
+    d = qkv.shape[-1]
+    gate_up = np.asarray(layer["gate_up"])  # [2, F, D]
+    tensors = {
+        "input_layernorm.weight": layer["input_norm"],
+        "self_attn.q_proj.weight": qkv[:, :-2].reshape(-1, d),  # [H*hd, D]
+        "self_attn.k_proj.weight": qkv[:, -2].reshape(-1, d),  # [G*hd, D]
+        "self_attn.v_proj.weight": qkv[:, -1].reshape(-1, d),  # [G*hd, D]
+        "self_attn.o_proj.weight": np.asarray(layer["o"]).reshape(d, -1),  # [D, H*hd]
+        "post_attention_layernorm.weight": layer["post_norm"],
+        "mlp.gate_proj.weight": gate_up[0],
+        "mlp.up_proj.weight": gate_up[1],
+        "mlp.down_proj.weight": layer["down"],
+    }
+    if "q_norm" in layer:
+        tensors["self_attn.q_norm.weight"] = layer["q_norm"]
+        tensors["self_attn.k_norm.weight"] = layer["k_norm"]
+    return {prefix + name: np.asarray(array) for name, array in tensors.items()}
+
+
+def to_device(array: np.ndarray, dtype: DTypeLike) -> jax.Array:
+    """Copies a host array to the default device as `dtype`, cast on the host, so that the device holds one copy."""
+    return jnp.array(np.asarray(array, dtype=np.dtype(dtype)), copy=True)
+
+
+def check_tensors(
+    file: Path,
+    found: Mapping[str, Shape],
+    expected: Mapping[str, Shape],
+    *,
+    optional: Iterable[str] = (),
+    ignored: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Compares a checkpoint's table of contents with what its config asks for, before any tensor is read.
+
+    Args:
+        file: named in the errors.
+        found: shapes by name, as the checkpoint has them. expected: as they must be.
+        optional: names of `expected` that may be absent. ignored: tells names that carry no weights.
+
+    Raises:
+        ValueError: missing, unexpected or mis-shaped tensors, by name.
+    """
+    missing = sorted(set(expected) - set(found) - set(optional))
+    if missing:
+        raise ValueError(f"{file}: {_listing('missing tensor', missing)}; config and weights do not belong together")
+    unexpected = sorted(name for name in set(found) - set(expected) if not ignored(name))
+    if unexpected:
+        raise ValueError(
+            f"{file}: {_listing('unexpected tensor', unexpected)}; the config knows no use for it, and leaving it out "
+            "would change the computation"
+        )
+    for name, shape in expected.items():
+        if name in found and tuple(found[name]) != tuple(shape):
+            raise ValueError(f"{file}: tensor {name} has shape {list(found[name])}, the config asks for {list(shape)}")
+
+
+def _listing(kind: str, names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED_AT_MOST} more" if len(names) > _NAMED_AT_MOST else ""
+    return f"{kind}{'s' if len(names) > 1 else ''} {', '.join(names[:_NAMED_AT_MOST])}{more}"

@@ -1,0 +1,159 @@
+"""Sampling settings, filtered distributions, and draws that depend only on (request seed, position, purpose).
+
+Everything here is float32 and feature-major: a distribution is a column of `[V, B]`. The same function makes the draft's
+and the target's distributions, so the array that a draft token is drawn from is the one in its acceptance ratio.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+Mode = Literal["greedy", "plain", "filtered"]
+GREEDY_BELOW = 1e-5  # a temperature below this is greedy, as in the reference implementation
+# Purposes of a random draw at a position: each has its own stream.
+DRAW_TARGET, DRAW_DRAFT, DRAW_ACCEPT = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled.
+
+    Attributes:
+        temperature: divides the logits; 0 is greedy. top_p: smallest set of tokens with this mass, in (0, 1].
+        top_k: keep the k most likely tokens; 0 keeps all. min_p: drop tokens below this share of the most likely one.
+        seed: the request's own seed; None draws from the engine's. max_tokens: tokens to generate at most.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0 or self.temperature == float("inf"):
+            raise ValueError(f"temperature {self.temperature}: must be 0 (greedy) or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p {self.top_p}: must lie in (0, 1]; 1 keeps everything")
+        if self.top_k < 0:
+            raise ValueError(f"top_k {self.top_k}: must be 0 (off) or a positive count")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"min_p {self.min_p}: must lie in [0, 1); 0 is off")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens {self.max_tokens}: must be at least 1")
+
+    @property
+    def mode(self) -> Mode:
+        """The cheapest program that serves this request."""
+        if self.temperature < GREEDY_BELOW:
+            return "greedy"
+        return "plain" if self.top_p == 1 and self.top_k == 0 and self.min_p == 0 else "filtered"
+
+
+class Sampling(NamedTuple):
+    """Per-request sampling settings on the device, `[R]` each; `key` is raw uint32 key data `[R, 2]`."""
+
+    temperature: Array
+    top_p: Array
+    top_k: Array
+    min_p: Array
+    key: Array
+
+    def rows(self, request: Array) -> Sampling:
+        """The settings of each packed row."""
+        return Sampling(*(jnp.take(x, request, axis=0) for x in self))
+
+
+def distribution(logits: Array, sampling: Sampling, mode: Mode) -> Array:
+    """Probabilities `[V, B]` that tokens are drawn from, for `logits [V, B]` and settings of B rows.
+
+    Temperature first, then top-k, top-p on what is left, then min-p. Rows with temperature 0 are one-hot at the argmax.
+    Tokens that tie with the last one kept are kept too.
+    """
+    greedy = sampling.temperature < GREEDY_BELOW
+    scaled = logits / jnp.where(greedy, 1.0, sampling.temperature)
+    probs = jax.nn.softmax(scaled, axis=0)
+    if mode == "filtered":
+        probs = filter_probs(probs, sampling)
+    one_hot = (jnp.arange(logits.shape[0])[:, None] == jnp.argmax(logits, axis=0)).astype(jnp.float32)
+    return jnp.where(greedy, one_hot, probs)
+
+
+def filter_probs(probs: Array, sampling: Sampling) -> Array:
+    """Applies top-k, top-p and min-p to each column of `probs [V, B]` and renormalises.
+
+    Thresholds are found by bisection on the bits of the float: exact, and without sorting the vocabulary.
+    """
+    ones = jnp.ones_like(probs)
+    top_k = jnp.where(sampling.top_k > 0, sampling.top_k, probs.shape[0]).astype(jnp.float32)
+    probs = _keep(probs, probs >= _threshold(probs, ones, top_k))
+    probs = _keep(probs, (probs >= _threshold(probs, probs, sampling.top_p)) | (sampling.top_p >= 1))
+    return _keep(probs, probs >= sampling.min_p * jnp.max(probs, axis=0))
+
+
+def _keep(probs: Array, kept: Array) -> Array:
+    probs = jnp.where(kept, probs, 0.0)
+    return probs / jnp.sum(probs, axis=0)
+
+
+def _threshold(probs: Array, weight: Array, enough: Array) -> Array:
+    """Largest t `[B]` such that tokens with `probs >= t` weigh at least `enough [B]`; 0 where nothing does."""
+    bits = jax.lax.bitcast_convert_type(probs, jnp.int32)  # order-preserving: probabilities are not negative
+
+    def try_bit(i: Array, best: Array) -> Array:
+        candidate = best | (1 << (30 - i))
+        weighs = jnp.sum(jnp.where(bits >= candidate, weight, 0.0), axis=0)
+        return jnp.where(weighs >= enough, candidate, best)
+
+    best = jax.lax.fori_loop(0, 31, try_bit, jnp.zeros(probs.shape[1], jnp.int32))
+    return jax.lax.bitcast_convert_type(best, jnp.float32)
+
+
+def uniforms(key: Array, position: Array, purpose: int) -> Array:
+    """One float32 uniform in [0, 1) for each row: raw keys `[B, 2]`, absolute token positions `[B]`."""
+
+    def draw(data: Array, at: Array) -> Array:
+        folded = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(data), at), purpose)
+        return jax.random.uniform(folded)
+
+    return jax.vmap(draw)(key, position)
+
+
+def categorical(probs: Array, uniform: Array) -> Array:
+    """Inverse-CDF draw from each column of `probs [V, B]` (need not sum to 1) at `uniform [B]` -> int32 `[B]`.
+
+    Two levels, so that one pass over the vocabulary is enough. A token of probability 0 is never returned.
+    """
+    vocab, rows = probs.shape
+    width = 256
+    tiles = jnp.pad(probs, ((0, -vocab % width), (0, 0))).reshape(-1, width, rows)  # [C, width, B]
+    ends = jnp.cumsum(jnp.sum(tiles, axis=1), axis=0)  # [C, B]
+    goal = uniform * ends[-1]
+    tile = jnp.minimum(jnp.sum(ends <= goal, axis=0), _last_positive(jnp.sum(tiles, axis=1)))  # [B]
+    before = jnp.where(tile > 0, jnp.take_along_axis(ends, jnp.maximum(tile - 1, 0)[None], axis=0)[0], 0.0)
+    inside = jnp.take_along_axis(tiles, tile[None, None], axis=0)[0]  # [width, B]
+    index = jnp.sum(jnp.cumsum(inside, axis=0) <= goal - before, axis=0)
+    # Rounding may place the goal on a token without mass, or past the tile: take the nearest one before it that has.
+    has_mass = (inside > 0) & (jnp.arange(width)[:, None] <= index)
+    first = jnp.argmax(inside > 0, axis=0)
+    index = jnp.where(jnp.any(has_mass, axis=0), _last_positive(jnp.where(has_mass, inside, 0.0)), first)
+    return (tile * width + index).astype(jnp.int32)
+
+
+def _last_positive(x: Array) -> Array:
+    """Last index along axis 0 with a positive entry."""
+    return x.shape[0] - 1 - jnp.argmax(x[::-1] > 0, axis=0)
+
+
+def choose(logits: Array, sampling: Sampling, position: Array, mode: Mode) -> Array:
+    """Plain decoding's next token `[B]` of each row: argmax, or a draw from its filtered distribution."""
+    if mode == "greedy":
+        return jnp.argmax(logits, axis=0).astype(jnp.int32)
+    probs = distribution(logits, sampling, mode)
+    return categorical(probs, uniforms(sampling.key, position, DRAW_TARGET))

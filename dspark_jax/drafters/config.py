@@ -1,0 +1,125 @@
+"""What a DSpark (or DFlash) drafter is: its backbone's sizes, the target layers it reads, and its heads (section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dspark_jax.models.config import RopeConfig, TransformerConfig
+
+HEAD_KINDS = ("none", "vanilla", "gated", "rnn")
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Sizes and switches of a block drafter.
+
+    Attributes:
+        block_size: gamma, the number of draft tokens of one round (and the number of block slots: the anchor is the
+            first prediction slot).
+        num_layers: backbone layers.
+        target_layer_ids: target decoder layers whose raw outputs are the context features; strictly increasing, -1 is
+            the embedding output, the last layer is not allowed.
+        mask_token_id: token whose embedding fills slots 1..gamma-1.
+        vocab_size: V of the target. draft_vocab_size: rows of the draft head; equal to V when nothing is trimmed.
+        markov_rank: r of the sequential head; 0 for none. markov_kind: none, vanilla, gated or rnn.
+        confidence: whether there is a confidence head. confidence_with_markov: whether it reads W1[x_{k-1}] too.
+        shares_embeddings: the checkpoint brings no embedding and head of its own, the target's are used.
+        num_target_layers: L of the target it was made for.
+        max_positions: positions that the drafter was built for, in tokens.
+        hidden_size .. rope: as in `TransformerConfig`.
+    """
+
+    block_size: int
+    num_layers: int
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    vocab_size: int
+    draft_vocab_size: int
+    markov_rank: int
+    markov_kind: str
+    confidence: bool
+    confidence_with_markov: bool
+    shares_embeddings: bool
+    num_target_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    qk_norm: bool
+    max_positions: int
+    family: str
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"block_size {self.block_size}: a block has at least one slot")
+        if self.num_layers < 1:
+            raise ValueError(f"num_hidden_layers {self.num_layers}: a drafter has at least one layer")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads}: must be a multiple of num_kv_heads {self.num_kv_heads}")
+        check_target_layer_ids(self.target_layer_ids, self.num_target_layers)
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id}: outside the vocabulary, must lie in 0..{self.vocab_size - 1}"
+            )
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size}: must lie in 1..vocab_size ({self.vocab_size})")
+        if self.markov_kind not in HEAD_KINDS:
+            raise ValueError(f"markov_head_type {self.markov_kind!r}: must be one of {HEAD_KINDS}")
+        if (self.markov_rank > 0) != (self.markov_kind != "none"):
+            raise ValueError(
+                f"markov_rank {self.markov_rank} with markov_head_type {self.markov_kind!r}: "
+                "rank 0 and none go together"
+            )
+        if self.confidence and self.confidence_with_markov and self.markov_rank == 0:
+            raise ValueError(
+                "confidence_head_with_markov true with markov_rank 0: there are no Markov features to read"
+            )
+
+    @property
+    def trims_vocabulary(self) -> bool:
+        """Whether the draft head covers only part of the target's vocabulary (then `d2t` maps draft ids)."""
+        return self.draft_vocab_size != self.vocab_size
+
+    def check_target(self, target: TransformerConfig) -> None:
+        """Refuses a target that this drafter was not made for.
+
+        Raises:
+            ValueError: hidden size, vocabulary or number of layers differ; the message names both values.
+        """
+        for name, mine, theirs in (
+            ("hidden_size", self.hidden_size, target.hidden_size),
+            ("vocab_size", self.vocab_size, target.vocab_size),
+            ("num_target_layers", self.num_target_layers, target.num_layers),
+        ):
+            if mine != theirs:
+                raise ValueError(
+                    f"drafter and target do not belong together: {name} is {mine} in the drafter, "
+                    f"{theirs} in the target"
+                )
+
+
+def check_target_layer_ids(ids: Sequence[int], num_target_layers: int) -> None:
+    """Checks layer ids against a target of `num_target_layers` layers (facts: ids count decoder layers from 0).
+
+    Raises:
+        ValueError: empty, not strictly increasing, out of range, or naming the last layer.
+    """
+    if not ids:
+        raise ValueError("target_layer_ids is missing or empty: name at least one target layer")
+    if any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
+        raise ValueError(f"target_layer_ids {list(ids)}: must be strictly increasing")
+    for i in ids:
+        if i < -1 or i >= num_target_layers:
+            raise ValueError(
+                f"target_layer_ids {list(ids)}: layer {i} does not exist, the target has {num_target_layers} layers "
+                f"(0..{num_target_layers - 1}, or -1 for the embedding)"
+            )
+    if ids[-1] == num_target_layers - 1:
+        raise ValueError(
+            f"target_layer_ids {list(ids)}: layer {ids[-1]} is the last one, whose raw output is not a feature; "
+            f"use at most {num_target_layers - 2}"
+        )

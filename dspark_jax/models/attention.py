@@ -1,0 +1,117 @@
+"""Attention over packed rows: one request's queries against its own cache, or whole sequences causally.
+
+Rows arrive feature-major (`[G, Q, hd, B]`); the packing says which request and slot each row is. Scores and softmax are
+float32; operands of the products have the cache's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.models.cache import LayerCache, write
+
+Array = jax.Array
+_MASKED = -1e30
+
+
+class Packing(NamedTuple):
+    """Where the B packed rows of a step belong.
+
+    Attributes:
+        request: int32 `[B]`, the request of each row. offset: int32 `[B]`, its slot, counted from the request's start.
+        row: int32 `[R, S]`, the row that holds (request, slot); any valid row where none does.
+    """
+
+    request: Array
+    offset: Array
+    row: Array
+
+
+def dense_packing(requests: int, slots: int) -> Packing:
+    """The packing in which every request has all `slots` rows: row = request * slots + slot."""
+    row = jnp.arange(requests * slots, dtype=jnp.int32).reshape(requests, slots)
+    request = jnp.repeat(jnp.arange(requests, dtype=jnp.int32), slots)  # [B]
+    offset = jnp.tile(jnp.arange(slots, dtype=jnp.int32), requests)  # [B]
+    return Packing(request, offset, row)
+
+
+def unpack(x: Array, row: Array) -> Array:
+    """Rows of `x [..., B]` by (request, slot) -> `[..., R, S]`; a reshape where the packing is dense."""
+    requests, slots = row.shape
+    if x.shape[-1] == requests * slots:
+        return x.reshape(*x.shape[:-1], requests, slots)
+    return jnp.take(x, row.reshape(-1), axis=-1).reshape(*x.shape[:-1], requests, slots)
+
+
+def pack(x: Array, packing: Packing) -> Array:
+    """The inverse of `unpack`: `[..., R, S]` -> `[..., B]`."""
+    requests, slots = packing.row.shape
+    flat = x.reshape(*x.shape[:-2], requests * slots)
+    if packing.request.shape[0] == requests * slots:
+        return flat
+    return jnp.take(flat, packing.request * slots + packing.offset, axis=-1)
+
+
+def softmax_attention(q: Array, k: Array, v: Array, visible: Array, scale: float) -> Array:
+    """Grouped-query attention.
+
+    Args:
+        q: `[R, G, Q, S, hd]` float32. k, v: `[R, G, T, hd]`.
+        visible: bool, broadcastable to `[R, 1, 1, S, T]`; a query that sees nothing gets zeros.
+        scale: multiplies the scores.
+
+    Returns:
+        float32 `[R, G, Q, S, hd]`.
+    """
+    requests, groups, per_group, slots, head_dim = q.shape
+    rows = (q * scale).astype(k.dtype).reshape(requests, groups, per_group * slots, head_dim)
+    scores = jnp.einsum("rgth,rgmh->rgtm", k, rows, preferred_element_type=jnp.float32)  # keys on the left: faster here
+    scores = jnp.swapaxes(scores, 2, 3).reshape(requests, groups, per_group, slots, -1)
+    scores = jnp.where(visible, scores, _MASKED)
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.where(visible, jnp.exp(scores - peak), 0.0)
+    total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
+    weights = weights.astype(v.dtype).reshape(requests, groups, per_group * slots, -1)
+    out = jnp.einsum("rgmt,rgth->rgmh", weights, v, preferred_element_type=jnp.float32)
+    return out.reshape(requests, groups, per_group, slots, head_dim) / total
+
+
+def cached_attention(
+    q: Array, k: Array, v: Array, cache: LayerCache, start: Array, packing: Packing, scale: float, causal: bool = True
+) -> tuple[Array, LayerCache]:
+    """Writes the rows' keys and values into the cache, then attends to everything up to them.
+
+    Args:
+        q: `[G, Q, hd, B]`. k, v: `[G, hd, B]`. start: int32 `[R]`, position of each request's slot 0.
+        causal: slot j sees positions `<= start + j`; otherwise all slots of the chunk see each other (draft blocks).
+
+    Returns:
+        float32 `[G, Q, hd, B]`, and the cache with positions `start .. start + S - 1` overwritten.
+    """
+    cache = write_rows(cache, k, v, start, packing)
+    queries = jnp.transpose(unpack(q, packing.row), (3, 0, 1, 4, 2))  # [R, G, Q, S, hd]
+    slots = packing.row.shape[1]
+    last = start[:, None] + (jnp.arange(slots) if causal else jnp.full(slots, slots - 1))  # [R, S]
+    visible = jnp.arange(cache.keys.shape[2]) <= last[:, None, None, :, None]  # [R, 1, 1, S, T]
+    out = softmax_attention(queries, cache.keys, cache.values, visible, scale)
+    return pack(jnp.transpose(out, (1, 2, 4, 0, 3)), packing), cache
+
+
+def write_rows(cache: LayerCache, k: Array, v: Array, start: Array, packing: Packing) -> LayerCache:
+    """Writes packed keys and values `[G, hd, B]` into the cache, each request's slots from its `start [R]` on."""
+    keys, values = (jnp.transpose(unpack(x, packing.row), (2, 0, 3, 1)) for x in (k, v))  # [R, G, S, hd]
+    return write(cache, keys, values, start)
+
+
+def causal_attention(q: Array, k: Array, v: Array, sequences: int, scale: float) -> Array:
+    """Whole sequences without a cache: rows are `sequences` x T tokens; float32 `[G, Q, hd, B]`."""
+    split = [x.reshape(*x.shape[:-1], sequences, -1) for x in (q, k, v)]  # [..., N, T]
+    length = split[0].shape[-1]
+    queries = jnp.transpose(split[0], (3, 0, 1, 4, 2))  # [N, G, Q, T, hd]
+    keys, values = (jnp.transpose(x, (2, 0, 3, 1)) for x in split[1:])  # [N, G, T, hd]
+    visible = jnp.tril(jnp.ones((length, length), bool))
+    out = softmax_attention(queries, keys, values, visible, scale)
+    return jnp.transpose(out, (1, 2, 4, 0, 3)).reshape(q.shape)

@@ -1,0 +1,94 @@
+"""Building blocks of every transformer here, on feature-major activations.
+
+Activations are `[D, B]`: features first, packed tokens last, so that a matrix product is `W[out, in] @ x[in, B]`.
+Verify steps have 2 to 64 rows, and on CPUs this orientation is the fast one there (weights stream once, in memory
+order); GPUs and TPUs lay the operands out as they like either way. Products take operands in the weights' dtype and
+accumulate in float32; the residual stream, norms, softmax and RoPE stay in float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.models.config import RopeConfig
+
+Array = jax.Array
+
+
+def linear(weight: Array, x: Array, num_inputs: int = 1) -> Array:
+    """`weight [out..., in...] @ x [in..., B]` -> float32 `[out..., B]`.
+
+    Args:
+        weight: any float dtype; its last `num_inputs` axes are contracted with the first ones of `x`.
+        x: cast to the weight's dtype before the product.
+        num_inputs: number of contracted axes.
+    """
+    x = x.astype(weight.dtype)
+    rows = x.shape[-1]
+    if rows == 1 and weight.dtype == jnp.bfloat16:
+        # One bf16 row misses the matrix units of CPUs (8 times slower here than two rows).
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
+    first = weight.ndim - num_inputs
+    dims = (tuple(range(first, weight.ndim)), tuple(range(num_inputs)))
+    out = jax.lax.dot_general(weight, x, (dims, ((), ())), preferred_element_type=jnp.float32)
+    return out[..., :rows]  # [out..., B]
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """RMSNorm over axis 0 of float32 `x [D, ...]`, scaled by `weight [D]`; float32 out."""
+    x = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=0, keepdims=True) + eps)
+    return x * scale * weight.astype(jnp.float32).reshape((-1,) + (1,) * (x.ndim - 1))
+
+
+def head_norm(x: Array, weight: Array, eps: float) -> Array:
+    """RMSNorm of each head: `x [..., hd, B]` over its next to last axis, scaled by `weight [hd]`; float32 out."""
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-2, keepdims=True) + eps)
+    return x * scale * weight.astype(jnp.float32)[:, None]
+
+
+def gated_mlp(gate_up: Array, down: Array, x: Array) -> Array:
+    """SwiGLU `down @ (silu(gate @ x) * (up @ x))`: `gate_up [2, F, D]`, `down [D, F]`, `x` and float32 out `[D, B]`."""
+    hidden = linear(gate_up, x)  # [2, F, B]
+    return linear(down, jax.nn.silu(hidden[0]) * hidden[1])  # [D, B]
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> Array:
+    """Angles per position of each rotated pair, float32 `[hd/2]`, with the config's scaling applied.
+
+    Sources: linear (position interpolation), llama3 (Llama 3.1's bands), yarn (Peng et al. 2023, NTK by parts).
+    """
+    pairs = head_dim // 2
+    base = rope.theta ** (-jnp.arange(pairs, dtype=jnp.float32) * 2.0 / head_dim)  # [hd/2]
+    if rope.kind == "default":
+        return base
+    if rope.kind == "linear":
+        return base / rope.factor
+    if rope.kind == "llama3":
+        turns = rope.original_max_position * base / (2 * math.pi)
+        smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        return base * (1 - (1 - jnp.clip(smooth, 0.0, 1.0)) * (1 - 1 / rope.factor))
+    low, high = (
+        head_dim * math.log(rope.original_max_position / (beta * 2 * math.pi)) / (2 * math.log(rope.theta))
+        for beta in (rope.beta_fast, rope.beta_slow)
+    )
+    low, high = max(math.floor(low), 0), min(math.ceil(high), head_dim - 1)
+    ramp = jnp.clip((jnp.arange(pairs, dtype=jnp.float32) - low) / max(high - low, 0.001), 0.0, 1.0)
+    return base * (1 - ramp * (1 - 1 / rope.factor))
+
+
+def rope_tables(rope: RopeConfig, head_dim: int, positions: Array) -> tuple[Array, Array]:
+    """Cosines and sines, float32 `[hd/2, B]` each, at int32 `positions [B]`."""
+    angles = rope_frequencies(rope, head_dim)[:, None] * positions.astype(jnp.float32)[None]  # [hd/2, B]
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+
+
+def rotate(x: Array, tables: tuple[Array, Array]) -> Array:
+    """Applies RoPE to heads `x [..., hd, B]` (half-split pairs: i with i + hd/2)."""
+    cos, sin = tables
+    half = x.shape[-2] // 2
+    first, second = x[..., :half, :], x[..., half:, :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-2)

@@ -1,0 +1,275 @@
+"""Offline generation: a file of prompts in, a file of answers out, record by record, and again where it was stopped.
+
+Also what every way of serving shares: loading the models, and turning prompts and settings into requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from dspark_jax.checkpoints.load import (
+    Drafter,
+    Target,
+    embedded_drafter_path,
+    embedded_target_path,
+    load_drafter,
+    load_target,
+)
+from dspark_jax.checkpoints.tokenizer import Tokenizer
+from dspark_jax.data.prompts import PromptRecord, read_prompts
+from dspark_jax.data.records import RecordWriter, read_records
+from dspark_jax.decoding.generate import Completion, Generator, Request
+from dspark_jax.decoding.sampling import SamplingParams
+from dspark_jax.serving import report
+from dspark_jax.serving.settings import ServeSettings, auto_dtype
+from dspark_jax.serving.stream import TextStream, prompt_ids
+
+_STREAM_ROUNDS = 4  # steps between two looks of the host
+
+
+@dataclass(frozen=True)
+class Models:
+    """What a run generates with: the target, its drafter or None, and the dtype's name."""
+
+    target: Target
+    drafter: Drafter | None
+    dtype: str
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return tuple(self.target.tokenizer.eos_ids)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt to answer: the request, the prompt's text for the output, and its stop strings."""
+
+    request: Request
+    prompt: str
+    stop: tuple[str, ...]
+
+
+def load_models(settings: ServeSettings) -> Models:
+    """Loads target and drafter as the settings say, the embedded ones by default.
+
+    Raises:
+        FileNotFoundError, ValueError: nothing there, damaged, unsupported, or drafter and target do not go together.
+    """
+    dtype = auto_dtype() if settings.dtype == "auto" else settings.dtype
+    target = load_target(settings.target or embedded_target_path(), dtype=dtype)
+    if settings.drafter == "none":
+        return Models(target, None, dtype)
+    drafter = load_drafter(settings.draft or embedded_drafter_path(), dtype=dtype)
+    try:
+        drafter.config.check_target(target.config)
+    except ValueError as error:
+        hint = "" if settings.draft else " (the embedded drafter: give --draft for this target, or --drafter none)"
+        raise ValueError(f"{error}{hint}") from error
+    return Models(target, drafter, dtype)
+
+
+def make_generator(
+    models: Models, settings: ServeSettings, *, every_round: bool = False, plain: bool = False
+) -> Generator:
+    """The engine for these models.
+
+    Args:
+        every_round: hand over tokens after each round: for a terminal, and so that a stop string ends an answer in its
+            round. plain: without the drafter.
+    """
+    drafter = None if plain else models.drafter
+    return Generator(
+        models.target,
+        drafter,
+        batch_size=settings.batch_size,
+        schedule="threshold" if drafter is not None and settings.schedule == "threshold" else "fixed",
+        threshold=settings.threshold,
+        seed=settings.seed,
+        stop_ids=models.stop_ids,
+        stream_rounds=1 if every_round else _STREAM_ROUNDS,
+    )
+
+
+# --- prompts to requests ---
+
+
+def request_seed(seed: int, name: str) -> int:
+    """Seed of the prompt `name` in a run with `seed`, in 0..2^63-1: the same whatever else runs, and after a resume."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def make_job(record: PromptRecord, tokenizer: Tokenizer, settings: ServeSettings) -> Job:
+    """The request of a prompt: its own sampling fields before those of the command line.
+
+    Raises:
+        ValueError: naming the prompt's id, the field, and what would be right.
+    """
+    fields = settings.sampling() | {"seed": request_seed(settings.seed, record.id)} | record.sampling
+    stop = tuple(fields.pop("stop"))
+    try:
+        request = Request(record.id, prompt_ids(tokenizer, record.messages), SamplingParams(**fields))
+    except ValueError as error:
+        raise ValueError(f"prompt {record.id!r}: {error}") from error
+    return Job(request, record.prompt_text, stop)
+
+
+def left_to_do(records: Sequence[PromptRecord], output: Path) -> list[PromptRecord]:
+    """Prompts without an answer in `output` yet.
+
+    Raises:
+        ValueError: an id of the file was answered for another prompt, or the file is something else.
+    """
+    if not output.exists():
+        return list(records)
+    done = {record.get("id"): record.get("prompt") for record in read_records(output)}
+    for record in records:
+        if record.id in done and done[record.id] != record.prompt_text:
+            raise ValueError(
+                f"output {output}: id {record.id!r} is there for another prompt, {str(done[record.id])[:40]!r} and not "
+                f"{record.prompt_text[:40]!r}; choose another --output"
+            )
+    return [record for record in records if record.id not in done]
+
+
+# --- running ---
+
+
+def answer(job: Job, completion: Completion, stream: TextStream) -> dict[str, Any]:
+    """The output line of a completion (design, "Fixed"); what lies behind a stop string is in no count.
+
+    `stream` has seen all tokens of the completion.
+    """
+    stream.finish()
+    kept, rounds, accepted = len(stream.token_ids), completion.rounds, completion.accepted
+    if kept < len(completion.token_ids):  # cut in the last round, which then ends with an accepted draft token
+        accepted = max(kept - rounds, 0)
+    return {
+        "id": job.request.id,
+        "prompt": job.prompt,
+        "text": stream.text,
+        "token_ids": stream.token_ids,
+        "finish_reason": "stop" if stream.stopped else completion.finish_reason,
+        "prompt_tokens": completion.prompt_tokens,
+        "completion_tokens": kept,
+        "rounds": rounds,
+        "drafted": completion.drafted,
+        "verified": completion.verified,
+        "accepted": accepted,
+        "accepted_length": round((kept - 1) / rounds, 4) if rounds else 0.0,
+        "seconds": round(completion.seconds, 6),
+    }
+
+
+def answers(
+    generator: Generator,
+    jobs: Sequence[Job],
+    models: Models,
+    show: Callable[[str], object] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Output lines of jobs, in the order in which they end.
+
+    Without stop strings and `show` nobody listens, and the engine's loop stays on the device.
+
+    Args:
+        show: gets each piece of text as it comes (for one job).
+    """
+    by_id = {job.request.id: job for job in jobs}
+    streams = {job.request.id: TextStream(models.target.tokenizer, job.stop, models.stop_ids) for job in jobs}
+
+    def listen(name: str, ids: list[int]) -> bool:
+        piece = streams[name].push(ids)
+        if show and piece:
+            show(piece)
+        return streams[name].stopped
+
+    listens = show is not None or any(job.stop for job in jobs)
+    for completion in generator.generate([job.request for job in jobs], listen if listens else None):
+        job, stream = by_id[completion.id], streams.pop(completion.id)
+        if not listens:
+            stream.push(completion.token_ids)
+        before = len(stream.text)
+        record = answer(job, completion, stream)
+        if show and len(stream.text) > before:
+            show(stream.text[before:])
+        yield record
+
+
+def warm_up(generator: Generator, requests: Iterable[Request]) -> None:
+    """Compiles what `requests` will need, by running some of every prompt length and ending each after a few tokens.
+
+    The longest request is among them (cache sizes follow from it), one of every sampling mode, and more than fit into the
+    batch (so that slots are used again, in groups and one by one).
+    """
+    longest_first = sorted(requests, key=lambda r: len(r.prompt_ids) + r.sampling.max_tokens, reverse=True)
+    by_size: dict[int, list[Request]] = {}
+    for request in longest_first:
+        by_size.setdefault((len(request.prompt_ids) - 1).bit_length(), []).append(request)
+    wanted = 2 * generator.batch_size + 1
+    some = [request for _, group in sorted(by_size.items()) for request in group[:wanted]]
+    some.append(max(longest_first, key=lambda r: r.sampling.max_tokens))
+    some.extend({request.sampling.mode: request for request in longest_first}.values())
+    some = list({request.id: request for request in some}.values())
+    for _ in generator.generate(some, lambda name, ids: True):
+        pass
+
+
+def timed(generator: Generator, jobs: Sequence[Job], models: Models) -> tuple[list[dict[str, Any]], float]:
+    """All answers, and the wall seconds that they took together."""
+    began = time.perf_counter()
+    records = list(answers(generator, jobs, models))
+    return records, time.perf_counter() - began
+
+
+def generate_file(
+    settings: ServeSettings, models_of: Callable[[ServeSettings], Models] = load_models
+) -> dict[str, Any]:
+    """Answers `settings.prompts` into `settings.output`; returns the report (see `report.make_report`).
+
+    Raises:
+        FileNotFoundError, ValueError: a wrong line (by number), a wrong output file, models or prompts that cannot run.
+    """
+    assert settings.prompts is not None and settings.output is not None  # checked by ServeSettings
+    records = read_prompts(settings.prompts, line_filter=settings.line_filter, limit=settings.limit)
+    todo = left_to_do(records, settings.output)
+    skipped = len(records) - len(todo)
+    if skipped:
+        there = f"{skipped} of {len(records)} prompts are there already, {len(todo)} to do"
+        print(f"{settings.output}: {there}", file=sys.stderr)
+    models = models_of(settings)
+    jobs = [make_job(record, models.target.tokenizer, settings) for record in todo]
+    generator = make_generator(models, settings, every_round=any(job.stop for job in jobs))
+    for job in jobs:
+        generator.check(job.request)
+    if settings.compare and jobs:
+        warm_up(generator, [job.request for job in jobs])
+    done = []
+    with RecordWriter(settings.output) as writer, tqdm(total=len(jobs), disable=not sys.stderr.isatty()) as progress:
+        began = time.perf_counter()
+        for record in answers(generator, jobs, models) if jobs else ():
+            writer.write(record)
+            done.append(record)
+            progress.update()
+        seconds = time.perf_counter() - began
+    comparison = compare_with_plain(settings, models, jobs, done, seconds) if settings.compare and jobs else None
+    return report.make_report(settings, models.dtype, done, seconds, comparison=comparison, skipped=skipped)
+
+
+def compare_with_plain(
+    settings: ServeSettings, models: Models, jobs: Sequence[Job], records: Sequence[dict[str, Any]], seconds: float
+) -> dict[str, Any]:
+    """Runs `jobs` by plain decoding in the same engine, warmed up, and compares (see `report.compare`)."""
+    generator = make_generator(models, settings, every_round=any(job.stop for job in jobs), plain=True)
+    warm_up(generator, [job.request for job in jobs])
+    plain, plain_seconds = timed(generator, jobs, models)
+    greedy = {job.request.id for job in jobs if job.request.sampling.mode == "greedy"}
+    return report.compare(records, seconds, plain, plain_seconds, greedy)

@@ -1,0 +1,159 @@
+"""What one run of `serve.py` is: the options of the command line, checked before anything is loaded.
+
+Nothing here imports JAX until a dtype is asked for, so `--help` and refusals are quick.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from dspark_jax.data.prompts import sampling_fields
+
+DTYPES = ("auto", "float32", "bfloat16")
+SCHEDULES = ("fixed", "threshold", "causal", "async")
+_LATER = ("causal", "async")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop")
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """Generate text with a target model and a drafter that speeds it up without changing its distribution.
+
+    Give one of --prompt, --prompts with --output, or --demo.
+
+    Attributes:
+        prompt: text to answer; the answer streams to the terminal.
+        prompts: JSONL file of prompts to answer offline. Sampling fields of a line override the options.
+        output: JSONL file that answers are appended to, one a line; a stopped run goes on where it was.
+        line_filter: lines of --prompts to keep, by their 1-based number.
+        limit: number of prompts to answer, the first ones that the filter keeps; all by default.
+        target: target model: a folder, a GGUF file or a hub id; the embedded one by default.
+        draft: drafter: a folder or a hub id; the embedded one by default.
+        drafter: none is plain decoding by the same engine (--draft is then not loaded).
+        temperature: divides the logits; 0 is greedy.
+        top_p: keep the smallest set of tokens with this probability, in (0, 1].
+        top_k: keep this number of most likely tokens; 0 keeps all.
+        min_p: drop tokens below this share of the most likely one's probability, in [0, 1).
+        seed: seed of the run; each prompt draws from (seed, its id).
+        max_tokens: tokens to generate at most for a prompt.
+        stop: text that ends an answer and is not part of it; can be given several times.
+        batch_size: prompts decoded together.
+        schedule: which part of a block the target verifies: all of it, or the tokens before the confidence falls below
+            --threshold. causal and async are not available yet.
+        threshold: confidence of the threshold schedule, a probability in [0, 1].
+        dtype: dtype of the weights; auto is bfloat16 where the device multiplies it fast, else float32.
+        compare: with --prompts: run plain decoding on the same prompts too and report the speed ratio; both are
+            warmed up first, so that no compilation is timed.
+        json: file for settings, totals (tokens, seconds, tokens per second) and the comparison, as one JSON object.
+        demo: stream one fixed problem, then time plain and speculative decoding on it (greedy, medians of 3).
+    """
+
+    prompt: str | None = None
+    prompts: Path | None = None
+    output: Path | None = None
+    line_filter: Literal["all", "odd", "even"] = "all"
+    limit: int | None = None
+    target: str | None = None
+    draft: str | None = None
+    drafter: Literal["dspark", "none"] = "dspark"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    max_tokens: int = 256
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    batch_size: int = 1
+    schedule: Literal["fixed", "threshold", "causal", "async"] = "fixed"
+    threshold: float = 0.5
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    compare: bool = False
+    json: Path | None = None
+    demo: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_modes()
+        self._check_files()
+
+    def _check_numbers(self) -> None:
+        if self.schedule in _LATER:
+            raise ValueError(f"schedule {self.schedule!r}: not available yet, must be fixed or threshold")
+        sampling_fields(self.sampling())
+        if self.min_p >= 1:
+            raise ValueError(f"min_p {self.min_p}: must be from 0 to below 1")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size {self.batch_size}: must be at least 1")
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold {self.threshold}: a probability, must lie in [0, 1]")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit {self.limit}: must be at least 1 (left out: all)")
+
+    def _check_modes(self) -> None:
+        modes = (self.prompt is not None) + (self.prompts is not None) + self.demo
+        if modes != 1:
+            raise ValueError("give exactly one of --prompt TEXT, --prompts FILE.jsonl --output FILE.jsonl, or --demo")
+        if self.prompts is None:
+            offline = {"output": self.output, "limit": self.limit, "compare": self.compare}
+            offline["line-filter"] = self.line_filter != "all"
+            for name in (name for name, value in offline.items() if value):
+                raise ValueError(f"--{name}: only goes with --prompts FILE.jsonl")
+            if self.batch_size != 1:
+                raise ValueError(f"batch_size {self.batch_size}: only goes with --prompts FILE.jsonl, one prompt is 1")
+        elif self.output is None:
+            raise ValueError("--prompts: needs --output FILE.jsonl for the answers")
+        if self.drafter == "none" and (self.compare or self.demo):
+            raise ValueError("drafter 'none': --compare and --demo set plain decoding against a drafter, give one")
+        if self.demo and (self.temperature or self.stop):
+            raise ValueError("--demo: decodes greedily to the model's own stop, leave out --temperature and --stop")
+
+    def _check_files(self) -> None:
+        if self.prompt == "":
+            raise ValueError("prompt '': must not be empty")
+        if self.prompts is not None and not self.prompts.is_file():
+            raise FileNotFoundError(f"prompts {self.prompts}: no such file, must be a JSONL file")
+        for name, path in (("output", self.output), ("json", self.json)):
+            if path is None:
+                continue
+            if path.is_dir():
+                raise ValueError(f"{name} {path}: is a folder, must be a file")
+            if not path.parent.is_dir():
+                raise FileNotFoundError(f"{name} {path}: the folder {path.parent} does not exist, make it first")
+        files = [path.resolve() for path in (self.prompts, self.output, self.json) if path is not None]
+        if len(set(files)) < len(files):
+            raise ValueError("--prompts, --output and --json: must be different files")
+
+    def sampling(self) -> dict[str, Any]:
+        """The sampling fields of the command line, by the names of an input line."""
+        return {name: getattr(self, name) for name in _SAMPLING}
+
+    def as_json(self) -> dict[str, Any]:
+        """The settings with paths as text, for a report."""
+        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+
+
+def auto_dtype(cpuinfo: str | Path = "/proc/cpuinfo") -> str:
+    """The fast dtype of the default device: bfloat16 on GPU, TPU and CPUs with AMX, else float32.
+
+    Args:
+        cpuinfo: where Linux lists the processor's flags; a file that is absent means no AMX.
+    """
+    import jax
+
+    if jax.default_backend() != "cpu":
+        return "bfloat16"
+    file = Path(cpuinfo)
+    return "bfloat16" if file.is_file() and "amx_bf16" in file.read_text().split() else "float32"
+
+
+def parse_settings(argv: list[str], program: str = "serve.py") -> ServeSettings:
+    """Settings from command line words. Exits with code 2 (and usage on stderr) on unknown options, 0 after --help.
+
+    Raises:
+        ValueError, FileNotFoundError: an option has a value that cannot be, or a file is not there.
+    """
+    return tyro.cli(ServeSettings, args=argv, prog=program, config=(tyro.conf.FlagCreatePairsOff,))

@@ -1,0 +1,93 @@
+"""Text on both sides of the engine: a chat as prompt ids, and committed ids as text that grows in whole characters.
+
+Stop strings are looked for in the decoded text, because they may begin and end inside a token. What could still become
+a stop string is held back, so a piece that was shown never has to be taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dspark_jax.checkpoints.tokenizer import IncrementalDecoder, Tokenizer
+
+
+def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """Token ids of a chat, ready to be answered.
+
+    The chat template opens the assistant's turn; thinking is switched off where the template knows that switch. Without
+    a template the text of a single user message is taken as it is, after the family's first token.
+
+    Raises:
+        ValueError: the template refuses the messages, or there is none and they are more than one user message.
+    """
+    template = tokenizer.chat_template
+    if template:
+        options = {"enable_thinking": False} if "enable_thinking" in str(template) else {}
+        return tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options))
+    if len(messages) != 1 or messages[0]["role"] != "user":
+        raise ValueError(
+            f"messages: the tokenizer has no chat template, must be one user message and not {len(messages)}"
+        )
+    return (*tokenizer.prefix_ids, *tokenizer.encode(messages[0]["content"]))
+
+
+class TextStream:
+    """Text of one answer, from its token ids as they are committed.
+
+    Attributes:
+        token_ids: ids of the answer so far, the model's stop token included; nothing behind a stop string.
+        text: what has been given out so far. stopped: a stop string was found.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), stop_ids: Sequence[int] = ()) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.stopped = False
+        self._decoder = IncrementalDecoder(tokenizer)
+        self._stop = tuple(stop)
+        self._stop_ids = frozenset(stop_ids)
+        self._held = ""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Takes the next ids and gives the text that is sure by now; '' for everything after a stop string."""
+        if not self._stop:
+            self.token_ids.extend(ids)
+            return self._give(self._decoder.push([token for token in ids if token not in self._stop_ids]))
+        pieces = []
+        for token in ids:  # one by one: the answer's ids end with the one that completes a stop string
+            if self.stopped:
+                break
+            self.token_ids.append(token)
+            pieces.append(self._scan("" if token in self._stop_ids else self._decoder.push([token])))
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """The rest of the text, when no ids follow."""
+        if self.stopped:
+            return ""
+        rest = self._scan(self._decoder.finish())
+        if not self.stopped:
+            rest += self._give(self._held)
+        self._held = ""
+        return rest
+
+    def _scan(self, piece: str) -> str:
+        """Text up to the first stop string, less what may be the beginning of one."""
+        text = self._held + piece
+        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return self._give(text[: min(found)])
+        keep = max((overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return self._give(text[: len(text) - keep])
+
+    def _give(self, piece: str) -> str:
+        self.text += piece
+        return piece
+
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop` (and not all of it)."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

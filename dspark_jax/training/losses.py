@@ -1,0 +1,224 @@
+"""The training loss of block drafters: 0.1 CE + 0.9 TV + 1.0 confidence, position-weighted (section 4).
+
+Every term is a weighted sum over supervised slots divided once by the sum of the weights. With a reduced draft
+vocabulary p_d is zero outside it: TV counts the target's mass there, and CE leaves out labels that cannot be drafted.
+Vocabulary-sized tensors exist for a chunk of slots at a time and are recomputed in the backward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.drafters.config import DrafterConfig
+from dspark_jax.drafters.heads import confidence_logits, markov_bias
+from dspark_jax.models.layers import linear
+from dspark_jax.training.anchors import BlockTargets, block_targets
+from dspark_jax.training.forward import BlockStates, block_forward
+
+Array = jax.Array
+Params = dict[str, Any]
+Metrics = dict[str, tuple[Array, Array]]
+_EPS = 1e-6
+_CHUNK = 512  # slots whose vocabulary-sized tensors are held at once
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Weights of the loss.
+
+    Attributes:
+        ce, tv, confidence: weight of each term; 0 removes the term and its cost.
+        decay: g of the position weights exp(-k / g), in slots; 0 or less gives every slot the same weight.
+    """
+
+    ce: float = 0.1
+    tv: float = 0.9
+    confidence: float = 1.0
+    decay: float = 4.0
+
+    def __post_init__(self) -> None:
+        for name in ("ce", "tv", "confidence"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"loss.{name} {getattr(self, name)}: a weight must be 0 or positive")
+        if self.ce == self.tv == 0:
+            raise ValueError("loss.ce and loss.tv are both 0: the drafter would learn nothing")
+
+
+class Batch(NamedTuple):
+    """N right-padded sequences of T tokens with the target's states.
+
+    Attributes:
+        input_ids: int32 `[N, T]`. loss_mask: `[N, T]`, 1 on supervised tokens.
+        features: `[N, T, m * D]`, outputs of the target layers. final: `[N, T, D]`, final-normed states.
+        normalizer: float32 `[N, T]`, log-sum-exp of the target's logits; None computes it where it is needed.
+    """
+
+    input_ids: Array
+    loss_mask: Array
+    features: Array
+    final: Array
+    normalizer: Array | None = None
+
+
+class SlotTerms(NamedTuple):
+    """Per-slot values `[S]`: cross entropy to the label, ||p_d - p_t||_1, and whether the label can be drafted."""
+
+    ce: Array
+    l1: Array
+    in_vocab: Array
+
+
+def draft_ids(frozen: Params) -> Array | None:
+    """Target ids of the draft vocabulary, int32 `[Vd]`; None for the full one."""
+    if "d2t" not in frozen:
+        return None
+    return jnp.arange(frozen["d2t"].shape[0], dtype=jnp.int32) + frozen["d2t"]
+
+
+def target_normalizer(head: Array, final: Array) -> Array:
+    """log-sum-exp of the target's logits over the whole vocabulary, float32 `[B]`, for `final [D, B]`, chunk by chunk."""
+    rows = final.shape[1]
+    chunks = jnp.pad(final, ((0, 0), (0, -rows % _CHUNK))).reshape(final.shape[0], -1, _CHUNK)
+    sums = jax.lax.map(lambda x: jax.nn.logsumexp(linear(head, x), axis=0), jnp.moveaxis(chunks, 1, 0))
+    return sums.reshape(-1)[:rows]
+
+
+def slot_terms(
+    params: Params, head: Array, hidden: Array, vectors: Array, final: Array, normalizer: Array | None, labels: Array
+) -> SlotTerms:
+    """Loss terms of S slots.
+
+    Args:
+        params: with `markov.w2` where there is a sequential head. head: draft rows of the target's head `[Vd, D]`.
+        hidden: `[D, S]`. vectors: `[r, S]`. final: target states that predict the labels, `[D, S]`.
+        normalizer: log-sum-exp of the target's whole logits `[S]`; None where the draft vocabulary is the whole one.
+        labels: int32 `[S]`, draft ids; negative where the label is not in the draft vocabulary.
+    """
+    logits = linear(head, hidden)  # [Vd, S]
+    if vectors.shape[0]:
+        logits = logits + markov_bias(params, vectors)
+    log_draft = jax.nn.log_softmax(logits, axis=0)
+    target_logits = jax.lax.stop_gradient(linear(head, final))
+    target = jax.nn.softmax(target_logits, 0) if normalizer is None else jnp.exp(target_logits - normalizer)
+    outside = jnp.maximum(1.0 - jnp.sum(target, axis=0), 0.0) if normalizer is not None else 0.0
+    l1 = jnp.sum(jnp.abs(jnp.exp(log_draft) - target), axis=0) + outside
+    picked = jnp.take_along_axis(log_draft, jnp.maximum(labels, 0)[None], axis=0)[0]
+    return SlotTerms(-picked, l1, (labels >= 0).astype(jnp.float32))
+
+
+def all_slot_terms(params: Params, head: Array, states: BlockStates, final, normalizer, labels: Array) -> SlotTerms:
+    """`slot_terms` of every slot, `_CHUNK` slots at a time, recomputed in the backward pass."""
+    rows = labels.shape[0]
+    padding = -rows % _CHUNK
+
+    def chunked(x: Array | None, value: float = 0) -> Array | None:
+        if x is None:
+            return None
+        flat = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)], constant_values=value)
+        return jnp.moveaxis(flat.reshape(*x.shape[:-1], -1, _CHUNK), -2, 0)  # [C, ..., chunk]
+
+    chunks = (chunked(states.hidden), chunked(states.vectors), chunked(final), chunked(normalizer), chunked(labels, -1))
+
+    @jax.checkpoint
+    def body(chunk: tuple) -> SlotTerms:
+        return slot_terms(params, head, *chunk)
+
+    return SlotTerms(*(x.reshape(-1)[:rows] for x in jax.lax.map(body, chunks)))
+
+
+def position_weights(supervised: Array, decay: float) -> Array:
+    """`supervised * exp(-k / decay)`, float32 `[N, A, K]`."""
+    slots = jnp.arange(supervised.shape[-1], dtype=jnp.float32)
+    return supervised * (jnp.exp(-slots / decay) if decay > 0 else jnp.ones_like(slots))
+
+
+def block_loss(
+    trainable: Params,
+    frozen: Params,
+    config: DrafterConfig,
+    loss: LossConfig,
+    batch: Batch,
+    anchors: Array,
+    keep: Array,
+    compute_dtype: Any,
+) -> tuple[Array, Metrics]:
+    """Loss of a batch.
+
+    Args:
+        trainable: float32 masters; products run in `compute_dtype`.
+        frozen: `embed [V, D]`, `head [V, D]` of the target, `d2t` for a reduced vocabulary.
+        anchors: int32 `[N, A]`. keep: bool `[N, A]`.
+
+    Returns:
+        The loss, float32 `[]`, and metrics as (sum, count) pairs.
+    """
+    params = jax.tree.map(lambda x: x.astype(compute_dtype), trainable)
+    frozen = {k: (v if k == "d2t" else v.astype(compute_dtype)) for k, v in frozen.items()}
+    targets = block_targets(batch.input_ids, batch.loss_mask, anchors, keep, config.block_size)
+    states = block_forward(params, frozen["embed"], config, batch.features.astype(compute_dtype), anchors, keep, targets)
+    terms = _slot_terms_of_batch(params, frozen, states, batch, targets)
+    shape = targets.labels.shape
+    ce, l1, in_vocab = (x.reshape(shape) for x in terms)
+    weights = position_weights(targets.supervised.astype(jnp.float32), loss.decay)  # [N, A, K]
+    accept = jax.lax.stop_gradient(jnp.clip(1 - 0.5 * l1, 0.0, 1.0))
+    confidence = None
+    if config.confidence:
+        confidence = confidence_logits(params, config, states.hidden, targets.prev_ids.reshape(-1)).reshape(shape)
+    sums = {"ce_loss": (jnp.sum(ce * weights * in_vocab), jnp.sum(weights * in_vocab)), "l1_loss": (jnp.sum(l1 * weights), jnp.sum(weights))}
+    if confidence is not None:
+        bce = jnp.maximum(confidence, 0) - confidence * accept + jnp.log1p(jnp.exp(-jnp.abs(confidence)))
+        sums["confidence_loss"] = (jnp.sum(bce * weights), jnp.sum(weights))
+    scales = {"ce_loss": loss.ce, "l1_loss": loss.tv, "confidence_loss": loss.confidence}
+    total = sum(scales[name] * num / (den + _EPS) for name, (num, den) in sums.items() if scales[name] > 0)
+    metrics = sums | slot_metrics(accept, targets, weights, confidence) | anchor_metrics(batch.loss_mask, targets, keep)
+    return total, jax.tree.map(jax.lax.stop_gradient, metrics)
+
+
+def _slot_terms_of_batch(params: Params, frozen: Params, states: BlockStates, batch: Batch, targets: BlockTargets) -> SlotTerms:
+    """Gathers the aligned target states and labels of all slots, and evaluates their terms."""
+    ids = draft_ids(frozen)
+    length = batch.input_ids.shape[1]
+    rows = jnp.arange(batch.input_ids.shape[0])[:, None, None] * length
+    source = (rows + jnp.maximum(targets.label_positions - 1, 0)).reshape(-1)  # position anchor + k, [N * A * K]
+    flat = batch.final.reshape(-1, batch.final.shape[-1])
+    labels, normalizer, head = targets.labels.reshape(-1), None, frozen["head"]
+    if ids is not None:
+        if batch.normalizer is None:
+            everywhere = jax.lax.stop_gradient(target_normalizer(frozen["head"], flat.T))
+        else:
+            everywhere = batch.normalizer.reshape(-1)
+        normalizer = jnp.take(everywhere, source)
+        lookup = jnp.full(frozen["head"].shape[0], -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
+        labels, head = jnp.take(lookup, labels), jnp.take(frozen["head"], ids, axis=0)
+    return all_slot_terms(params, head, states, jnp.take(flat, source, axis=0).T, normalizer, labels)
+
+
+def slot_metrics(accept: Array, targets: BlockTargets, weights: Array, confidence: Array | None) -> Metrics:
+    """Accept rate by slot, expected accepted length (tau), and calibration of the confidence head."""
+    valid = targets.supervised.astype(jnp.float32)  # [N, A, K]
+    metrics: Metrics = {}
+    for k in range(accept.shape[-1]):
+        metrics[f"accept_rate@{k}"] = (jnp.sum(accept[..., k] * valid[..., k]), jnp.sum(valid[..., k]))
+    survival = jnp.cumprod(accept * valid, axis=-1)
+    started = jnp.any(targets.supervised, axis=-1).astype(jnp.float32)
+    metrics["tau_probabilistic"] = (jnp.sum((1 + jnp.sum(survival, -1)) * started), jnp.sum(started))
+    if confidence is not None:
+        gap = jax.nn.sigmoid(confidence) - accept
+        prefix_gap = jnp.cumprod(jax.nn.sigmoid(confidence) * valid, axis=-1) - survival
+        total = jnp.sum(weights)
+        metrics["confidence_abs_error"] = (jnp.sum(jnp.abs(gap) * weights), total)
+        metrics["confidence_bias"] = (jnp.sum(gap * weights), total)
+        metrics["confidence_cumprod_bias"] = (jnp.sum(prefix_gap * weights), total)
+    return metrics
+
+
+def anchor_metrics(loss_mask: Array, targets: BlockTargets, keep: Array) -> Metrics:
+    """Anchors drawn and supervised slots, per sequence and per block."""
+    sequences = jnp.float32(loss_mask.shape[0])
+    blocks = jnp.sum(keep).astype(jnp.float32)
+    slots = jnp.sum(targets.supervised).astype(jnp.float32)
+    return {"sampled_anchors": (blocks, sequences), "block_supervised_tokens": (slots, blocks)}

@@ -1,0 +1,168 @@
+"""What a training run is: the fields of `configs/*.py` and of the command line, and the drafter's config from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from dspark_jax.drafters.config import DrafterConfig
+from dspark_jax.models.config import TransformerConfig
+from dspark_jax.training.losses import LossConfig
+
+COMPUTE_DTYPES = ("auto", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class DrafterSettings:
+    """Shape of the drafter; a size of 0 is the target's.
+
+    Attributes:
+        block_size: gamma, draft tokens of a round. num_layers: backbone layers.
+        target_layer_ids: target layers whose raw outputs are the context features, strictly increasing from -1 on.
+        mask_token_id: token whose embedding fills the slots behind the anchor.
+        draft_vocab_size: the most frequent tokens of the training answers that the draft head covers; 0: all.
+        markov_rank, markov_kind: the sequential head: none (rank 0), vanilla, gated or rnn.
+        confidence: whether there is a confidence head. confidence_with_markov: whether it reads W1[x_{k-1}] too.
+        intermediate_size, num_heads, num_kv_heads, head_dim: of the backbone's layers.
+    """
+
+    block_size: int = 7
+    num_layers: int = 5
+    target_layer_ids: tuple[int, ...] = ()
+    mask_token_id: int = 0
+    draft_vocab_size: int = 0
+    markov_rank: int = 256
+    markov_kind: str = "vanilla"
+    confidence: bool = True
+    confidence_with_markov: bool = True
+    intermediate_size: int = 0
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """A training run.
+
+    Attributes:
+        records: JSONL files of regenerated answers. target: a folder, GGUF file or hub id; None: the embedded one.
+        output: folder for checkpoints, logs and the drafter (OUTPUT/drafter).
+        cache: folder of the hidden-state cache, filled first where samples are missing.
+        online: compute hidden states inside the training step; nothing is cached on disk.
+        drafter: its shape. loss: weights of the loss terms.
+        epochs: passes over the samples. steps: number of updates, in place of epochs; 0: by epochs.
+        batch_size: N, sequences of an update. num_anchors: A, blocks of a sequence.
+        max_length: T, tokens of a sequence; the rest is cut. min_loss_tokens: samples with fewer supervised tokens
+            are left out.
+        lr: peak learning rate. warmup: share of the updates in which it rises. weight_decay: of AdamW.
+        max_grad_norm: longer gradients are scaled down to it.
+        ema: decay of the average of the weights that is exported and evaluated; 0: none, the weights themselves.
+        compute_dtype: dtype of the products: bfloat16, float32, or auto (bfloat16 where the device multiplies it fast).
+        seed: of the weights, the order of the samples and the anchors.
+        checkpoint_every, eval_every, log_every: in updates; 0: only at the end (log_every: at least 1).
+        eval_samples: the last samples of the records, kept out of training: their prompts measure the accepted length.
+        eval_tokens: tokens generated for each.
+        devices: number of devices to use at most; 0: all.
+        resume: go on from the output folder's last checkpoint, if there is one.
+    """
+
+    records: tuple[str, ...] = ()
+    target: str | None = None
+    output: str = "runs/train"
+    cache: str = "runs/cache"
+    online: bool = False
+    drafter: DrafterSettings = field(default_factory=DrafterSettings)
+    loss: LossConfig = field(default_factory=LossConfig)
+    epochs: int = 10
+    steps: int = 0
+    batch_size: int = 16
+    num_anchors: int = 96
+    max_length: int = 512
+    min_loss_tokens: int = 14
+    lr: float = 6e-4
+    warmup: float = 0.04
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    ema: float = 0.0
+    compute_dtype: str = "auto"
+    seed: int = 0
+    checkpoint_every: int = 500
+    eval_every: int = 500
+    log_every: int = 10
+    eval_samples: int = 16
+    eval_tokens: int = 128
+    devices: int = 0
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("epochs", 1),
+            ("steps", 0),
+            ("batch_size", 1),
+            ("num_anchors", 1),
+            ("max_length", 2),
+            ("min_loss_tokens", 0),
+            ("checkpoint_every", 0),
+            ("eval_every", 0),
+            ("log_every", 1),
+            ("eval_samples", 0),
+            ("eval_tokens", 1),
+            ("devices", 0),
+            ("seed", 0),
+        ):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} {getattr(self, name)}: must be at least {low}")
+        if not self.lr > 0:
+            raise ValueError(f"lr {self.lr}: the peak learning rate must be positive")
+        if not 0 <= self.warmup <= 1:
+            raise ValueError(f"warmup {self.warmup}: a share of the updates, must lie in [0, 1]")
+        if not 0 <= self.ema < 1:
+            raise ValueError(f"ema {self.ema}: a decay, must lie in [0, 1); 0 switches the average off")
+        if self.compute_dtype not in COMPUTE_DTYPES:
+            raise ValueError(f"compute_dtype {self.compute_dtype!r}: must be one of {COMPUTE_DTYPES}")
+
+
+def resolve_dtype(name: str) -> DTypeLike:
+    """The compute dtype of `auto`, `bfloat16` or `float32`: auto is float32 only on a CPU without bf16 matrix units."""
+    if name == "auto":
+        info = Path("/proc/cpuinfo")
+        slow = jax.default_backend() == "cpu" and not (info.exists() and "amx_bf16" in info.read_text())
+        name = "float32" if slow else "bfloat16"
+    return jnp.bfloat16 if name == "bfloat16" else jnp.float32
+
+
+def drafter_config(shape: DrafterSettings, target: TransformerConfig) -> DrafterConfig:
+    """The drafter's config: the target's, with the fields of `shape` in place of its own.
+
+    Raises:
+        ValueError: a field that does not fit the target or another field; the message names it.
+    """
+    return DrafterConfig(
+        block_size=shape.block_size,
+        num_layers=shape.num_layers,
+        target_layer_ids=tuple(shape.target_layer_ids),
+        mask_token_id=shape.mask_token_id,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=shape.draft_vocab_size or target.vocab_size,
+        markov_rank=shape.markov_rank,
+        markov_kind=shape.markov_kind,
+        confidence=shape.confidence,
+        confidence_with_markov=shape.confidence_with_markov,
+        shares_embeddings=True,
+        num_target_layers=target.num_layers,
+        hidden_size=target.hidden_size,
+        intermediate_size=shape.intermediate_size or target.intermediate_size,
+        num_heads=shape.num_heads or target.num_heads,
+        num_kv_heads=shape.num_kv_heads or target.num_kv_heads,
+        head_dim=shape.head_dim or target.head_dim,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=target.rope,
+        qk_norm=target.qk_norm,
+        max_positions=target.max_positions,
+        family=target.family,
+    )
