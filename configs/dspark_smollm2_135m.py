@@ -27,5 +27,5 @@ config = TrainSettings(
     epochs=10,
     batch_size=16,
     num_anchors=96,
-    max_length=512,
+    max_length=384,
 )

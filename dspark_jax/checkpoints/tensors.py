@@ -69,20 +69,28 @@ def read_target_params(read: Read, config: TransformerConfig, dtype: DTypeLike) 
     return params
 
 
-def read_layer(read: Read, prefix: str, sizes: Sizes, dtype: DTypeLike) -> dict[str, jax.Array]:
-    """Builds one layer's parameters; `read` gives a tensor by its Hugging Face name, shaped as `layer_shapes` says."""
+def read_layer(
+    read: Read, prefix: str, sizes: Sizes, dtype: DTypeLike, *, separate_queries: bool = False
+) -> dict[str, jax.Array]:
+    """Builds one layer's parameters; `read` gives a tensor by its Hugging Face name, shaped as `layer_shapes` says.
+
+    With `separate_queries` (drafters, whose context has keys and values only) `qkv` comes as `q` and `kv`.
+    """
     d, hd, groups = sizes.hidden_size, sizes.head_dim, sizes.num_kv_heads
     q = read(prefix + "self_attn.q_proj.weight").reshape(groups, -1, hd, d)  # [G, Q, hd, D]
     k = read(prefix + "self_attn.k_proj.weight").reshape(groups, 1, hd, d)  # [G, 1, hd, D]
     v = read(prefix + "self_attn.v_proj.weight").reshape(groups, 1, hd, d)  # [G, 1, hd, D]
     layer = {
         "input_norm": read(prefix + "input_layernorm.weight"),  # [D]
-        "qkv": np.concatenate([q, k, v], axis=1),  # [G, Q+2, hd, D]
         "o": read(prefix + "self_attn.o_proj.weight").reshape(d, groups, -1, hd),  # [D, G, Q, hd]
         "post_norm": read(prefix + "post_attention_layernorm.weight"),  # [D]
         "gate_up": np.stack([read(prefix + f"mlp.{name}_proj.weight") for name in ("gate", "up")]),  # [2, F, D]
         "down": read(prefix + "mlp.down_proj.weight"),  # [D, F]
     }
+    if separate_queries:
+        layer |= {"q": q, "kv": np.concatenate([k, v], axis=1)}  # [G, Q, hd, D], [G, 2, hd, D]
+    else:
+        layer["qkv"] = np.concatenate([q, k, v], axis=1)  # [G, Q+2, hd, D]
     if sizes.qk_norm:
         layer["q_norm"] = read(prefix + "self_attn.q_norm.weight")  # [hd]
         layer["k_norm"] = read(prefix + "self_attn.k_norm.weight")  # [hd]
@@ -91,7 +99,8 @@ def read_layer(read: Read, prefix: str, sizes: Sizes, dtype: DTypeLike) -> dict[
 
 def layer_tensors(layer: Mapping[str, Any], prefix: str) -> dict[str, np.ndarray]:
     """The inverse of `read_layer`: one layer's parameters as named tensors, in the dtype that they have."""
-    qkv = np.asarray(layer["qkv"])  # [G, Q+2, hd, D]
+    parts = ("qkv",) if "qkv" in layer else ("q", "kv")
+    qkv = np.concatenate([np.asarray(layer[name]) for name in parts], axis=1)  # [G, Q+2, hd, D]
     d = qkv.shape[-1]
     gate_up = np.asarray(layer["gate_up"])  # [2, F, D]
     tensors = {

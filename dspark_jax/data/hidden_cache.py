@@ -1,10 +1,12 @@
 """Hidden states of the frozen target on disk: computed once, read in every epoch.
 
 For each token the cache holds the raw outputs of the captured layers, [m*D], and the final-normed state, [D], from
-which the target's distribution is one product with its head (paper, training section). All samples lie one behind
+which the target's distribution is one product with its head (paper, training section), and the distribution's
+normaliser, so that a training step needs only the head's rows of the draft vocabulary. All samples lie one behind
 another in flat files, and `index.json` says which there are:
 
-    features.bin [tokens, m*D]   final.bin [tokens, D]   input_ids.bin int32 [tokens]   loss_mask.bin uint8 [tokens]
+    features.bin [tokens, m*D]    final.bin [tokens, D]    normalizer.bin float32 [tokens]
+    input_ids.bin int32 [tokens]    loss_mask.bin uint8 [tokens]
     manifest.json: whose states these are    index.json: id, length and checksum of every sample
 
 The index is replaced atomically after the data is on the disk. What lies behind it was written by a job that was
@@ -34,6 +36,7 @@ from tqdm import tqdm
 from dspark_jax.data.records import TrainingSample
 from dspark_jax.models import transformer
 from dspark_jax.models.config import TransformerConfig
+from dspark_jax.training.losses import target_normalizer
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +47,18 @@ _COMMIT_BATCHES = 16  # batches between two writes of the index: what a killed j
 
 
 class CachedSample(NamedTuple):
-    """One sample of a cache: input_ids int32 [T], loss_mask uint8 [T], features [T, m*D], final [T, D]."""
+    """One sample of a cache.
+
+    Attributes:
+        input_ids: int32 [T]. loss_mask: uint8 [T]. features: [T, m*D]. final: [T, D].
+        normalizer: float32 [T], log-sum-exp of the target's logits.
+    """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     features: np.ndarray
     final: np.ndarray
+    normalizer: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,7 @@ class CacheKey:
             "loss_mask": (np.dtype(np.uint8), 1),
             "features": (state, len(self.layer_ids) * width),
             "final": (state, width),
+            "normalizer": (np.dtype(np.float32), 1),
         }
 
 
@@ -310,14 +320,16 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
 @partial(jax.jit, static_argnames=("config", "layer_ids", "dtype"))
 def hidden_states(
     params: dict[str, Any], ids: jax.Array, config: TransformerConfig, layer_ids: tuple[int, ...], dtype: DTypeLike
-) -> tuple[jax.Array, jax.Array]:
-    """The target's states on right-padded sequences `ids [N, T]`: features [N, T, m*D] and final [N, T, D], in `dtype`.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The target's states on sequences `ids [N, T]`, padded on the right (attention is causal, so nothing sees it).
 
-    Padding on the right changes nothing to the left of it, as attention is causal.
+    Returns:
+        features [N, T, m*D] and final [N, T, D] in `dtype`, and the logits' log-sum-exp, float32 [N, T].
     """
     hidden = transformer.forward(params, config, ids, layer_ids)  # features [m*D, N*T], final [D, N*T]
+    normalizer = target_normalizer(transformer.head_weight(params), hidden.final.astype(dtype)).reshape(ids.shape)
     features, final = (part.astype(dtype).T.reshape(*ids.shape, -1) for part in (hidden.features, hidden.final))
-    return features, final
+    return features, final, normalizer
 
 
 def _batches(
@@ -371,11 +383,11 @@ def build_cache(
                 ids = np.zeros((size, length), np.int32)  # [N, T]
                 for row, sample in enumerate(group):
                     ids[row, : len(sample.input_ids)] = sample.input_ids
-                features, final = map(np.asarray, hidden_states(params, ids, config, key.layer_ids, dtype))
+                states = [np.asarray(part) for part in hidden_states(params, ids, config, key.layer_ids, dtype)]
                 for row, sample in enumerate(group):
                     end = len(sample.input_ids)
-                    states = CachedSample(sample.input_ids, sample.loss_mask, features[row, :end], final[row, :end])
-                    cache.append(sample.id, states)
+                    own = (part[row, :end] for part in states)
+                    cache.append(sample.id, CachedSample(sample.input_ids, sample.loss_mask, *own))
                 if count % _COMMIT_BATCHES == 0:
                     cache.commit()
                 bar.update(len(group))

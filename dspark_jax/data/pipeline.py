@@ -23,7 +23,8 @@ class HostBatch(NamedTuple):
 
     Attributes:
         input_ids: int32 [N, T]. loss_mask: uint8 [N, T], 0 on padding. sample_ids: uint32 [N], a number per sample.
-        features: [N, T, m*D]. final: [N, T, D]; both None where the target runs inside the training step.
+        features: [N, T, m*D]. final: [N, T, D]. normalizer: float32 [N, T], log-sum-exp of the target's logits. All
+            three are None where the target runs inside the training step.
     """
 
     input_ids: np.ndarray
@@ -31,6 +32,7 @@ class HostBatch(NamedTuple):
     sample_ids: np.ndarray
     features: np.ndarray | None = None
     final: np.ndarray | None = None
+    normalizer: np.ndarray | None = None
 
 
 class Pipeline:
@@ -113,18 +115,18 @@ class Pipeline:
         loss_mask = np.zeros(self._shape, np.uint8)  # [N, T]
         names = np.zeros(self._shape[0], np.uint32)  # [N]
         names[: len(indices)] = self._names[indices]
-        features = final = None
+        states: dict[str, np.ndarray] = {}
         if self._cache is not None:
-            (dtype, wide), (_, narrow) = self._cache.key.fields["features"], self._cache.key.fields["final"]
-            features = np.zeros((*self._shape, wide), dtype)  # [N, T, m*D]
-            final = np.zeros((*self._shape, narrow), dtype)  # [N, T, D]
+            for name in ("features", "final", "normalizer"):
+                dtype, width = self._cache.key.fields[name]
+                states[name] = np.zeros(self._shape if width == 1 else (*self._shape, width), dtype)
         for row, index in enumerate(indices):
             sample = self._samples[index]
             length = len(sample.input_ids)
             input_ids[row, :length] = sample.input_ids
             loss_mask[row, :length] = sample.loss_mask
-            if self._cache is not None and features is not None and final is not None:
-                states = self._cache.read(self._cache.number(sample.id))
-                features[row, :length] = states.features[:length]
-                final[row, :length] = states.final[:length]
-        return HostBatch(input_ids, loss_mask, names, features, final)
+            if self._cache is not None:
+                cached = self._cache.read(self._cache.number(sample.id))
+                for name, array in states.items():
+                    array[row, :length] = getattr(cached, name)[:length]
+        return HostBatch(input_ids, loss_mask, names, **states)

@@ -41,7 +41,7 @@ class RegenerateSettings:
         temperatures: one answer per prompt at each. top_p, top_k: filters of all answers.
         max_tokens: longest answer, in tokens; an answer cut there has finish_reason "length".
         max_prompt_tokens: longer prompts are left out, in tokens.
-        batch_size: requests decoded together. window: requests handed to the engine at once.
+        batch_size: requests decoded together. window: jobs sorted by prompt length together; a quarter of it is handed to the engine at once.
         limit: prompts in all, 0 for every one. seed: of order and draws. dtype: of the target's weights.
     """
 
@@ -56,7 +56,7 @@ class RegenerateSettings:
     max_tokens: int = 256
     max_prompt_tokens: int = 512
     batch_size: int = 32
-    window: int = 256
+    window: int = 1024
     limit: int = 0
     seed: int = 0
     dtype: str = "bfloat16"
@@ -113,7 +113,10 @@ def read_jobs(settings: RegenerateSettings, tokenizer: Tokenizer, sources: Seque
                     Job(f"{name}/{record.id}@{t:g}", record.prompt_text, ids, name, t) for t in settings.temperatures
                 ]
     random.Random(settings.seed).shuffle(jobs)
-    return jobs[: settings.limit] if settings.limit else jobs
+    jobs = jobs[: settings.limit] if settings.limit else jobs
+    windows = [jobs[i : i + settings.window] for i in range(0, len(jobs), settings.window)]
+    # Attention reads whole caches, as long as the longest request: so prompts of like length go together.
+    return [job for window in windows for job in sorted(window, key=lambda job: len(job.ids))]
 
 
 def record_of(job: Job, done: Completion, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -143,8 +146,9 @@ def regenerate(settings: RegenerateSettings, generator: Generator, tokenizer: To
         jobs = [job for job in read_jobs(settings, tokenizer, sources) if job.id not in writer.done]
         logger.info("%d answers done, %d to make", len(writer.done), len(jobs))
         by_id = {job.id: job for job in jobs}
-        for begin in range(0, len(jobs), settings.window):
-            requests = [_request(settings, job) for job in jobs[begin : begin + settings.window]]
+        part = max(settings.window // 4, 1)
+        for begin in range(0, len(jobs), part):
+            requests = [_request(settings, job) for job in jobs[begin : begin + part]]
             for done in generator.generate(requests):
                 record = record_of(by_id[done.id], done, tokenizer)
                 writer.write(record)

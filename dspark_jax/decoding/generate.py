@@ -24,7 +24,7 @@ from dspark_jax.drafters.dspark import bind
 from dspark_jax.models.transformer import head_weight
 
 _LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # prompt paddings, tokens
-_CAPACITY_STEP = 256  # cache capacities are multiples of this, tokens
+_CAPACITY_STEP = 128  # cache capacities are multiples of this, tokens
 _MODES: tuple[Mode, ...] = ("greedy", "plain", "filtered")
 
 _admit = jax.jit(admit, static_argnames=("engine",), donate_argnames=("state",))

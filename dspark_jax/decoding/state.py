@@ -177,7 +177,7 @@ def admit(
 
 def with_capacity(state: DecodeState, capacity: int) -> DecodeState:
     """The same state with caches of at least `capacity` tokens."""
-    if state.target_cache[0].keys.shape[2] >= capacity:
+    if state.target_cache[0].keys.shape[1] >= capacity:
         return state
     draft = grow(state.draft_cache, capacity) if state.draft_cache else ()
     return state._replace(target_cache=grow(state.target_cache, capacity), draft_cache=draft)

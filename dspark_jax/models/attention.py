@@ -59,23 +59,24 @@ def softmax_attention(q: Array, k: Array, v: Array, visible: Array, scale: float
     """Grouped-query attention.
 
     Args:
-        q: `[R, G, Q, S, hd]` float32. k, v: `[R, G, T, hd]`.
-        visible: bool, broadcastable to `[R, 1, 1, S, T]`; a query that sees nothing gets zeros.
+        q: `[R, G, Q, S, hd]` float32. k, v: `[R * G, T, hd]`.
+        visible: bool `[R, S, T]` or `[S, T]`; a query that sees nothing gets zeros.
         scale: multiplies the scores.
 
     Returns:
         float32 `[R, G, Q, S, hd]`.
     """
     requests, groups, per_group, slots, head_dim = q.shape
-    rows = (q * scale).astype(k.dtype).reshape(requests, groups, per_group * slots, head_dim)
-    scores = jnp.einsum("rgth,rgmh->rgtm", k, rows, preferred_element_type=jnp.float32)  # keys on the left: faster here
-    scores = jnp.swapaxes(scores, 2, 3).reshape(requests, groups, per_group, slots, -1)
+    rows = (q * scale).astype(k.dtype).reshape(requests * groups, per_group * slots, head_dim)
+    scores = jnp.einsum("zth,zmh->ztm", k, rows, preferred_element_type=jnp.float32)  # keys on the left: faster here
+    scores = jnp.swapaxes(scores, 1, 2).reshape(requests, groups, per_group, slots, -1)
+    visible = visible[..., None, None, :, :]  # [R or 1, 1, 1, S, T]
     scores = jnp.where(visible, scores, _MASKED)
     peak = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.where(visible, jnp.exp(scores - peak), 0.0)
     total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
-    weights = weights.astype(v.dtype).reshape(requests, groups, per_group * slots, -1)
-    out = jnp.einsum("rgmt,rgth->rgmh", weights, v, preferred_element_type=jnp.float32)
+    weights = weights.astype(v.dtype).reshape(requests * groups, per_group * slots, -1)
+    out = jnp.einsum("zmt,zth->zmh", weights, v, preferred_element_type=jnp.float32)
     return out.reshape(requests, groups, per_group, slots, head_dim) / total
 
 
@@ -95,15 +96,19 @@ def cached_attention(
     queries = jnp.transpose(unpack(q, packing.row), (3, 0, 1, 4, 2))  # [R, G, Q, S, hd]
     slots = packing.row.shape[1]
     last = start[:, None] + (jnp.arange(slots) if causal else jnp.full(slots, slots - 1))  # [R, S]
-    visible = jnp.arange(cache.keys.shape[2]) <= last[:, None, None, :, None]  # [R, 1, 1, S, T]
+    visible = jnp.arange(cache.keys.shape[1]) <= last[..., None]  # [R, S, T]
     out = softmax_attention(queries, cache.keys, cache.values, visible, scale)
     return pack(jnp.transpose(out, (1, 2, 4, 0, 3)), packing), cache
 
 
 def write_rows(cache: LayerCache, k: Array, v: Array, start: Array, packing: Packing) -> LayerCache:
     """Writes packed keys and values `[G, hd, B]` into the cache, each request's slots from its `start [R]` on."""
-    keys, values = (jnp.transpose(unpack(x, packing.row), (2, 0, 3, 1)) for x in (k, v))  # [R, G, S, hd]
-    return write(cache, keys, values, start)
+    groups, head_dim = k.shape[:2]
+    slots = packing.row.shape[1]
+    keys, values = (
+        jnp.transpose(unpack(x, packing.row), (2, 0, 3, 1)).reshape(-1, slots, head_dim) for x in (k, v)
+    )  # [R * G, S, hd]
+    return write(cache, keys, values, jnp.repeat(start, groups))
 
 
 def causal_attention(q: Array, k: Array, v: Array, sequences: int, scale: float) -> Array:
@@ -111,7 +116,7 @@ def causal_attention(q: Array, k: Array, v: Array, sequences: int, scale: float)
     split = [x.reshape(*x.shape[:-1], sequences, -1) for x in (q, k, v)]  # [..., N, T]
     length = split[0].shape[-1]
     queries = jnp.transpose(split[0], (3, 0, 1, 4, 2))  # [N, G, Q, T, hd]
-    keys, values = (jnp.transpose(x, (2, 0, 3, 1)) for x in split[1:])  # [N, G, T, hd]
+    keys, values = (jnp.transpose(x, (2, 0, 3, 1)).reshape(-1, length, q.shape[2]) for x in split[1:])  # [N * G, T, hd]
     visible = jnp.tril(jnp.ones((length, length), bool))
     out = softmax_attention(queries, keys, values, visible, scale)
     return jnp.transpose(out, (1, 2, 4, 0, 3)).reshape(q.shape)

@@ -1,6 +1,7 @@
 """A key/value cache of static shape whose length moves.
 
-Each layer owns two arrays `[R, G, T, hd]`. Writing puts a chunk of S consecutive positions at each request's start;
+Each layer owns two arrays `[R * G, T, hd]`, request-major: with one leading axis the attention product reads the very
+buffer that was written, and XLA keeps the update in place (a `[R, G, T, hd]` cache was copied eight times a step). Writing puts a chunk of S consecutive positions at each request's start;
 nothing is ever copied or cropped: a request's length says which positions count, and later writes overwrite what was
 rejected.
 """
@@ -17,7 +18,7 @@ Array = jax.Array
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, `[R, G, T, hd]` each."""
+    """Keys and values of one layer, `[R * G, T, hd]` each."""
 
     keys: Array
     values: Array
@@ -26,40 +27,36 @@ class LayerCache(NamedTuple):
 def init_cache(
     num_layers: int, requests: int, kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike
 ) -> tuple[LayerCache, ...]:
-    """An empty cache: `num_layers` pairs of zero arrays `[R, G, capacity, hd]`; capacity in tokens."""
-    shape = (requests, kv_heads, capacity, head_dim)
+    """An empty cache: `num_layers` pairs of zero arrays `[R * G, capacity, hd]`; capacity in tokens."""
+    shape = (requests * kv_heads, capacity, head_dim)
     return tuple(LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers))
 
 
 def write(cache: LayerCache, keys: Array, values: Array, start: Array) -> LayerCache:
-    """Writes chunks `[R, G, S, hd]` at positions `start [R] .. start + S - 1` of each request.
+    """Writes chunks `[R * G, S, hd]` at positions `start [R * G] .. start + S - 1` of each row.
 
     The caller keeps `start + S <= T`: beyond it XLA would shift the chunk back over older positions.
     """
-    return LayerCache(_write(cache.keys, keys, start), _write(cache.values, values, start))
-
-
-def _write(array: Array, chunk: Array, start: Array) -> Array:
-    chunk = chunk.astype(array.dtype)
-    if array.shape[0] == 1:
-        return jax.lax.dynamic_update_slice(array, chunk, (0, 0, start[0], 0))
-    update = jax.vmap(lambda old, new, at: jax.lax.dynamic_update_slice(old, new, (0, at, 0)))
-    return update(array, chunk, start)
+    update = jax.vmap(lambda old, new, at: jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (at, 0)))
+    return LayerCache(update(cache.keys, keys, start), update(cache.values, values, start))
 
 
 def grow(cache: tuple[LayerCache, ...], capacity: int) -> tuple[LayerCache, ...]:
     """The same cache with room for `capacity` tokens (at least as many as now)."""
-    extra = capacity - cache[0].keys.shape[2]
-    return jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (0, 0), (0, extra), (0, 0))), cache)
+    extra = capacity - cache[0].keys.shape[1]
+    return jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (0, extra), (0, 0))), cache)
 
 
 def insert(cache: tuple[LayerCache, ...], other: tuple[LayerCache, ...], slots: Array) -> tuple[LayerCache, ...]:
     """Puts the requests of `other` (P of them, at most this capacity) into `slots [P]` of `cache`.
 
-    A slot number outside `0..R-1` drops that request.
+    A slot number of R or more drops that request; negative ones count from the end, as in numpy.
     """
 
+    groups = other[0].keys.shape[0] // slots.shape[0]
+    rows = (slots[:, None] * groups + jnp.arange(groups)).reshape(-1)  # [P * G]
+
     def put(into: Array, new: Array) -> Array:
-        return into.at[slots, :, : new.shape[2]].set(new.astype(into.dtype), mode="drop")
+        return into.at[rows, : new.shape[1]].set(new.astype(into.dtype), mode="drop")
 
     return jax.tree.map(put, cache, other)

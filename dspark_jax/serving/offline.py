@@ -207,8 +207,8 @@ def answers(
 def warm_up(generator: Generator, requests: Iterable[Request]) -> None:
     """Compiles what `requests` will need, by running some of every prompt length and ending each after a few tokens.
 
-    The longest request is among them (cache sizes follow from it), one of every sampling mode, and more than fit into the
-    batch (so that slots are used again, in groups and one by one).
+    The longest request is among them (cache sizes follow from it), one of every sampling mode, and more than fit into
+    the batch (so that slots are used again, in groups and one by one).
     """
     longest_first = sorted(requests, key=lambda r: len(r.prompt_ids) + r.sampling.max_tokens, reverse=True)
     by_size: dict[int, list[Request]] = {}

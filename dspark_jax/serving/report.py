@@ -21,7 +21,12 @@ _RESAMPLES = 2000
 
 def rate(tokens: float, seconds: float) -> float:
     """Tokens per second; 0 where no time passed."""
-    return round(tokens / seconds, 3) if seconds > 0 else 0.0
+    return tokens / seconds if seconds > 0 else 0.0
+
+
+def ratio(one: float, other: float) -> float:
+    """`one / other` to four places; 0 where the other is 0."""
+    return round(one / other, 4) if other else 0.0
 
 
 def accepted_length(records: Sequence[Record]) -> float:
@@ -54,7 +59,7 @@ def totals(records: Sequence[Record], seconds: float) -> dict[str, Any]:
         "prompts": len(records),
         **sums,
         "seconds": round(seconds, 6),
-        "tokens_per_second": rate(sums["completion_tokens"], seconds),
+        "tokens_per_second": round(rate(sums["completion_tokens"], seconds), 3),
         "accepted_length": round(accepted_length(records), 4),
         "accepted_length_ci95": accepted_length_interval(records),
     }
@@ -78,16 +83,19 @@ def compare(
         other = plain_by_id[record["id"]]
         mine, theirs = (rate(r["completion_tokens"], r["seconds"]) for r in (record, other))
         equal = record["token_ids"] == other["token_ids"] if record["id"] in greedy else None
-        speedup = round(mine / theirs, 4) if theirs else 0.0
-        prompts.append({"id": record["id"], "speedup": speedup, "plain_seconds": other["seconds"], "equal": equal})
-    plain_totals = totals(plain, plain_seconds)
-    mine = rate(sum(record["completion_tokens"] for record in records), seconds)
+        prompts.append(
+            {"id": record["id"], "speedup": ratio(mine, theirs), "plain_seconds": other["seconds"], "equal": equal}
+        )
+    mine, theirs = (
+        rate(sum(record["completion_tokens"] for record in group), taken)
+        for group, taken in ((records, seconds), (plain, plain_seconds))
+    )
     checked = [prompt for prompt in prompts if prompt["equal"] is not None]
     return {
-        "speedup": round(mine / plain_totals["tokens_per_second"], 4) if plain_totals["tokens_per_second"] else 0.0,
+        "speedup": ratio(mine, theirs),
         "equal_texts": all(prompt["equal"] for prompt in checked) if checked else None,
         "different": [prompt["id"] for prompt in checked if not prompt["equal"]],
-        "plain": plain_totals,
+        "plain": totals(plain, plain_seconds),
         "prompts": prompts,
     }
 

@@ -75,7 +75,15 @@ class ServeSettings:
     json: Path | None = None
     demo: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuses what cannot run, before anything is loaded.
+
+        (Not in `__post_init__`: the parser would wrap the message in a box of several lines.)
+
+        Raises:
+            ValueError: naming option, value and what would be right.
+            FileNotFoundError: an input file or an output folder is missing.
+        """
         self._check_numbers()
         self._check_modes()
         self._check_files()
@@ -156,4 +164,6 @@ def parse_settings(argv: list[str], program: str = "serve.py") -> ServeSettings:
     Raises:
         ValueError, FileNotFoundError: an option has a value that cannot be, or a file is not there.
     """
-    return tyro.cli(ServeSettings, args=argv, prog=program, config=(tyro.conf.FlagCreatePairsOff,))
+    settings = tyro.cli(ServeSettings, args=argv, prog=program, config=(tyro.conf.FlagCreatePairsOff,))
+    settings.check()
+    return settings

@@ -104,7 +104,7 @@ def make_step(
     def loss_inputs(frozen: Params, batch: DeviceBatch) -> Batch:
         ids = batch.input_ids
         if target is None:
-            return Batch(ids, batch.loss_mask, batch.features, batch.final)
+            return Batch(ids, batch.loss_mask, batch.features, batch.final, batch.normalizer)
         hidden = transformer.forward(frozen["target"], target, ids, config.target_layer_ids)
         features, final = (
             part.astype(compute_dtype).T.reshape(*ids.shape, -1) for part in (hidden.features, hidden.final)
@@ -115,9 +115,10 @@ def make_step(
         keys = sample_keys(seed, epoch, batch.sample_ids)  # [N]
         anchors, keep = sample_anchors(keys, batch.loss_mask, num_anchors)  # [N, A]
         inputs = jax.lax.stop_gradient(loss_inputs(frozen, batch))
+        shared = {name: part for name, part in frozen.items() if name != "target"}
 
         def objective(params: Params) -> tuple[jax.Array, Metrics]:
-            return block_loss(params, frozen, config, loss, inputs, anchors, keep, compute_dtype)
+            return block_loss(params, shared, config, loss, inputs, anchors, keep, compute_dtype)
 
         (total, metrics), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

@@ -375,7 +375,7 @@ class Log:
         self.record(step, means | extra | {"seconds": seconds})
         if not np.isfinite(means["total"]):
             raise FloatingPointError(f"update {step}: the loss is {means['total']}; the last checkpoint is from before")
-        return {name: f"{means[name]:.4g}" for name in list(means)[:4]}
+        return {name: f"{means[name]:.4g}" for name in ("total", "tau_probabilistic") if name in means}
 
     def record(self, step: int, values: dict[str, float]) -> None:
         """Write values of update `step` as they are."""
@@ -384,7 +384,7 @@ class Log:
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
         for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+            self._board.add_scalar(name.replace("@", "/"), value, step)
 
     def __enter__(self) -> Log:
         return self

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+import functools
 from pathlib import Path
 
 import jax
@@ -23,16 +23,16 @@ CAPTURE = (-1, 1, 3)
 run_forward = jax.jit(forward, static_argnames=("config", "capture"))
 run_extend = jax.jit(extend, static_argnames=("config", "capture"))
 run_logits = jax.jit(logits)
-close = partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
+close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def target(name: str, dtype: str = "float32") -> Target:
     """A tiny target, loaded once."""
     return load_target(TARGETS / name, dtype=dtype)
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def expected(name: str) -> dict[str, np.ndarray]:
     """The arrays of a target's `forward.npz`."""
     with np.load(TARGETS / name / "forward.npz") as arrays:
@@ -122,8 +122,8 @@ def test_chunks_equal_the_whole_sequence(name, chunks):
     full = whole(model, want["input_ids"])
     width = model.config.hidden_size
     captured = np.concatenate([full.features[(i + 1) * width : (i + 2) * width] for i in CAPTURE])
-    close(np.concatenate(finals, 1), by_sequence(full.final, 2), atol=2e-5)
-    close(np.concatenate(features, 1), by_sequence(captured, 2), atol=2e-5)
+    close(np.concatenate(finals, 1), by_sequence(full.final, 2), atol=5e-5)
+    close(np.concatenate(features, 1), by_sequence(captured, 2), atol=5e-5)
     close(np.concatenate(finals, 1), want["final_normed"])
 
 
