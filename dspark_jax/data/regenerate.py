@@ -92,7 +92,7 @@ def write_self_prompts(generator: Generator, tokenizer: Tokenizer, count: int, s
     prefix = user_turn_prefix(tokenizer)
     with RecordWriter(path) as writer:
         todo = [
-            Request(f"self:{i}", prefix, SamplingParams(temperature=1.0, top_k=50, seed=seed * 1_000_003 + i, max_tokens=96))
+            Request(f"self:{i}", prefix, SamplingParams(1.0, top_k=50, seed=seed * 1_000_003 + i, max_tokens=96))
             for i in range(count)
             if f"self:{i}" not in writer.done
         ]
@@ -156,11 +156,11 @@ def regenerate(settings: RegenerateSettings, generator: Generator, tokenizer: To
 
 
 def _request(settings: RegenerateSettings, job: Job) -> Request:
-    filters = {"top_p": settings.top_p, "top_k": settings.top_k} if job.temperature > 0 else {}
     seed = random.Random(f"{settings.seed}/{job.id}").getrandbits(62)
-    return Request(
-        job.id, job.ids, SamplingParams(job.temperature, seed=seed, max_tokens=settings.max_tokens, **filters)
+    sampling = SamplingParams(
+        job.temperature, top_p=settings.top_p, top_k=settings.top_k, seed=seed, max_tokens=settings.max_tokens
     )
+    return Request(job.id, job.ids, sampling)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,7 +1,7 @@
 """Offline generation: requests of any length through R slots, with the round loop on the device.
 
-The host only admits prompts, reads what was committed, and refills slots that ended. Shapes come from small sets (prompt
-buckets, cache capacities, row buckets), so after warm-up nothing is compiled again.
+The host only admits prompts, reads what was committed, and refills slots that ended. Shapes come from small sets
+(prompt buckets, cache capacities, row buckets), so after warm-up nothing is compiled again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ import numpy as np
 
 from dspark_jax.decoding.sampling import Mode, Sampling, SamplingParams
 from dspark_jax.decoding.schedule import Schedule, buckets_for
-from dspark_jax.decoding.state import DecodeState, Engine, NewRequests, admit, init_state, with_capacity
+from dspark_jax.decoding.state import DecodeState, Engine, NewRequests, admit, init_state
 from dspark_jax.decoding.step import run_rounds
 from dspark_jax.drafters.dspark import bind
 from dspark_jax.models.transformer import head_weight
@@ -139,7 +138,8 @@ class Generator:
         block = self.drafter.config.block_size if self.drafter is not None else 0
         self.buckets = tuple(self.buckets or buckets_for(self.batch_size, block))
         if min(self.buckets) < self.batch_size or self.buckets[-1] < self.batch_size * (block + 1):
-            raise ValueError(f"buckets {self.buckets}: must hold {self.batch_size} to {self.batch_size * (block + 1)} rows")
+            full = self.batch_size * (block + 1)
+            raise ValueError(f"buckets {self.buckets}: must hold {self.batch_size} to {full} rows")
 
     def engine(self, mode: Mode) -> Engine:
         """The static description of the program that serves `mode`."""
@@ -158,11 +158,13 @@ class Generator:
             raise ValueError(f"request {request.id!r}: the prompt is empty; it must have at least one token")
         bad = [t for t in request.prompt_ids if not 0 <= t < config.vocab_size]
         if bad:
-            raise ValueError(f"request {request.id!r}: token {bad[0]} is outside the vocabulary 0..{config.vocab_size - 1}")
+            raise ValueError(
+                f"request {request.id!r}: token {bad[0]} is outside the vocabulary 0..{config.vocab_size - 1}"
+            )
         if count >= config.max_positions:
             raise ValueError(
-                f"request {request.id!r}: the prompt has {count} tokens, the target's context has {config.max_positions}; "
-                f"at most {config.max_positions - 1} leave room for one token"
+                f"request {request.id!r}: the prompt has {count} tokens, the target's context has "
+                f"{config.max_positions}; at most {config.max_positions - 1} leave room for one token"
             )
 
     def generate(
@@ -203,7 +205,13 @@ class _Run:
             rounds = g.stream_rounds if self.on_tokens else 1 << 30
             until_free = bool(self.queue)
             state = _run_rounds(
-                g.target.params, g._draft_params, state, jnp.int32(rounds), engine=self.engine, buckets=g.buckets, until_free=until_free
+                g.target.params,
+                g._draft_params,
+                state,
+                jnp.int32(rounds),
+                engine=self.engine,
+                buckets=g.buckets,
+                until_free=until_free,
             )
             counts = self.look(state)
             state = self.stream(state, counts)
@@ -225,12 +233,13 @@ class _Run:
         free = [i for i in range(g.batch_size) if i not in self.slots]
         while free and self.queue:
             size = self.padded(self.queue[0])
-            group = [r for r in self.queue[: len(free)] if self.padded(r) == size]
-            group = group[: 8 if len(group) >= 8 else 1]
-            taken = set(map(id, group))
-            self.queue = [r for r in self.queue if id(r) not in taken]
+            alike = [i for i, r in enumerate(self.queue[: len(free)]) if self.padded(r) == size]
+            alike = alike[: 8 if len(alike) >= 8 else 1]
+            group = [self.queue[i] for i in alike]
+            self.queue = [r for i, r in enumerate(self.queue) if i not in alike]
             slots = [free.pop(0) for _ in group]
-            state = _admit(g.target.params, g._draft_params, state, self.new_requests(group, slots, size), engine=self.engine)
+            new = self.new_requests(group, slots, size)
+            state = _admit(g.target.params, g._draft_params, state, new, engine=self.engine)
             now = time.perf_counter()
             self.slots |= {slot: _Slot(request, now) for slot, request in zip(slots, group, strict=True)}
         return state
@@ -244,7 +253,11 @@ class _Run:
         as_floats = lambda name: jnp.asarray([getattr(s, name) for s in settings], jnp.float32)  # noqa: E731
         as_ints = lambda values: jnp.asarray(list(values), jnp.int32)  # noqa: E731
         sampling = Sampling(
-            as_floats("temperature"), as_floats("top_p"), as_ints(s.top_k for s in settings), as_floats("min_p"), jnp.asarray(keys)
+            as_floats("temperature"),
+            as_floats("top_p"),
+            as_ints(s.top_k for s in settings),
+            as_floats("min_p"),
+            jnp.asarray(keys),
         )
         lengths = as_ints(len(r.prompt_ids) for r in group)
         return NewRequests(jnp.asarray(ids), lengths, as_ints(slots), as_ints(map(self.limit, group)), sampling)
@@ -266,25 +279,26 @@ class _Run:
         """Hands new tokens to the listener, and ends the requests that it has enough of."""
         if not self.on_tokens:
             return state
-        ended = np.ones(self.generator.batch_size, bool)
+        wanted = np.ones(self.generator.batch_size, bool)
         for slot, work in self.slots.items():
             new = counts.tokens[slot, work.sent : counts.length[slot]].tolist()
             work.sent += len(new)
             if new and self.on_tokens(work.request.id, new):
                 work.cancelled = True
-                ended[slot] = False
-        if ended.all():
+                wanted[slot] = False
+        if wanted.all():
             return state
-        counts.active = counts.active & ended
-        return state._replace(active=state.active & jnp.asarray(ended))
+        counts.active = counts.active & wanted
+        return state._replace(active=state.active & jnp.asarray(wanted))
 
     def retire(self, counts: _Counts) -> Iterator[Completion]:
         now = time.perf_counter()
         for slot in [s for s in sorted(self.slots) if not counts.active[s]]:
             work = self.slots.pop(slot)
             reason = "stop" if counts.stopped[slot] or work.cancelled else "length"
-            numbers = [int(c[slot]) for c in counts.counters]
+            rounds, drafted, verified, accepted = (int(c[slot]) for c in counts.counters)
             tokens = counts.tokens[slot, : counts.length[slot]].tolist()
+            prompt_tokens, seconds = len(work.request.prompt_ids), now - work.began
             yield Completion(
-                work.request.id, tokens, reason, len(work.request.prompt_ids), *numbers, seconds=now - work.began
+                work.request.id, tokens, reason, prompt_tokens, rounds, drafted, verified, accepted, seconds
             )

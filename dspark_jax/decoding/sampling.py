@@ -1,7 +1,7 @@
 """Sampling settings, filtered distributions, and draws that depend only on (request seed, position, purpose).
 
-Everything here is float32 and feature-major: a distribution is a column of `[V, B]`. The same function makes the draft's
-and the target's distributions, so the array that a draft token is drawn from is the one in its acceptance ratio.
+Everything here is float32 and feature-major: a distribution is a column of `[V, B]`. The same function makes the
+draft's and the target's distributions, so a draft token is drawn from the very array that is in its acceptance ratio.
 """
 
 from __future__ import annotations
@@ -133,22 +133,22 @@ def categorical(probs: Array, uniform: Array) -> Array:
     vocab, rows = probs.shape
     width = 256
     tiles = jnp.pad(probs, ((0, -vocab % width), (0, 0))).reshape(-1, width, rows)  # [C, width, B]
-    ends = jnp.cumsum(jnp.sum(tiles, axis=1), axis=0)  # [C, B]
+    masses = jnp.sum(tiles, axis=1)  # [C, B]
+    ends = jnp.cumsum(masses, axis=0)
     goal = uniform * ends[-1]
-    tile = jnp.minimum(jnp.sum(ends <= goal, axis=0), _last_positive(jnp.sum(tiles, axis=1)))  # [B]
+    # Rounding may place the goal on a tile or token without mass, or past the end: see `_at_or_before`.
+    tile = _at_or_before(masses, jnp.sum(ends <= goal, axis=0))  # [B]
     before = jnp.where(tile > 0, jnp.take_along_axis(ends, jnp.maximum(tile - 1, 0)[None], axis=0)[0], 0.0)
     inside = jnp.take_along_axis(tiles, tile[None, None], axis=0)[0]  # [width, B]
     index = jnp.sum(jnp.cumsum(inside, axis=0) <= goal - before, axis=0)
-    # Rounding may place the goal on a token without mass, or past the tile: take the nearest one before it that has.
-    has_mass = (inside > 0) & (jnp.arange(width)[:, None] <= index)
-    first = jnp.argmax(inside > 0, axis=0)
-    index = jnp.where(jnp.any(has_mass, axis=0), _last_positive(jnp.where(has_mass, inside, 0.0)), first)
-    return (tile * width + index).astype(jnp.int32)
+    return (tile * width + _at_or_before(inside, index)).astype(jnp.int32)
 
 
-def _last_positive(x: Array) -> Array:
-    """Last index along axis 0 with a positive entry."""
-    return x.shape[0] - 1 - jnp.argmax(x[::-1] > 0, axis=0)
+def _at_or_before(mass: Array, index: Array) -> Array:
+    """Last row of `mass [N, B]` at or before `index [B]` with a positive entry; the first such where there is none."""
+    rows = jnp.arange(mass.shape[0])[:, None]
+    last = jnp.max(jnp.where((mass > 0) & (rows <= index), rows, -1), axis=0)
+    return jnp.where(last >= 0, last, jnp.argmax(mass > 0, axis=0))
 
 
 def choose(logits: Array, sampling: Sampling, position: Array, mode: Mode) -> Array:

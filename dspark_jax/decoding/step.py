@@ -1,11 +1,12 @@
 """The speculative step: draft, schedule, pack, verify, commit, each a pure function; jitted once per bucket.
 
-`bucket` is static: the rows that the target computes in this step, over all requests together. With no drafter a step is
-plain decoding by the same code.
+`bucket` is static: the rows that the target computes in this step, over all requests together. With no drafter a step
+is plain decoding by the same code.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,11 +33,11 @@ Params = dict[str, Any]
 
 
 class StepOutput(NamedTuple):
-    """What one step did: `committed` int32 `[R, S]` (the first `count [R]` of each row count), `accepted [R]` draft
+    """What one step did: `committed` int32 `[R, S]` (the first `kept [R]` of each row count), `accepted [R]` draft
     tokens before stops and limits, `verified [R]`, `confidence [R, K]`, `drafts [R, K]`."""
 
     committed: Array
-    count: Array
+    kept: Array
     accepted: Array
     verified: Array
     confidence: Array
@@ -71,7 +72,13 @@ def admitted_lengths(proposal: Proposal, state: DecodeState, engine: Engine) -> 
 
 
 def judge(
-    logits: Array, proposal: Proposal, lengths: Array, packing: Packing, state: DecodeState, engine: Engine, bound: Params
+    logits: Array,
+    proposal: Proposal,
+    lengths: Array,
+    packing: Packing,
+    state: DecodeState,
+    engine: Engine,
+    bound: Params,
 ) -> Verdict:
     """Applies the acceptance rule to the target's `logits [V, B]` of packed rows."""
     if engine.mode == "greedy":
@@ -207,10 +214,8 @@ def run_rounds(
         proposal = draft(draft_params, now, engine)
         lengths = cap_to_bucket(admitted_lengths(proposal, now, engine), now.active, buckets[-1])
         rows = jnp.sum(jnp.where(now.active, lengths + 1, 0))
-        branches = [
-            lambda *args, size=size: verify_and_commit(target_params, draft_params, *args, engine=engine, bucket=size)[0]
-            for size in buckets
-        ]
+        second_half = partial(verify_and_commit, target_params, draft_params, engine=engine)
+        branches = [lambda *args, size=size: second_half(*args, bucket=size)[0] for size in buckets]
         index = jnp.sum(jnp.asarray(buckets) < rows)
         return taken + 1, jax.lax.switch(index, branches, now, proposal, lengths)
 

@@ -23,7 +23,7 @@ class Verdict(NamedTuple):
 
 
 def leading_run(ok: Array, length: Array) -> Array:
-    """How many of the first `length [R]` entries of bool `ok [R, K]` hold before the first that does not; int32 `[R]`."""
+    """Int32 `[R]`: how many of the first `length [R]` entries of bool `ok [R, K]` hold before one that does not."""
     ok = ok & (jnp.arange(ok.shape[1]) < length[:, None])
     return jnp.sum(jnp.cumprod(ok.astype(jnp.int32), axis=1), axis=1)
 

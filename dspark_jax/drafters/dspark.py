@@ -105,7 +105,9 @@ def propose(
     base = linear(params["head"], hidden).reshape(-1, requests, slots)  # U, [Vd, R, K]
     by_slot = (jnp.moveaxis(base, 2, 0), jnp.moveaxis(hidden.reshape(-1, requests, slots), 2, 0), jnp.arange(slots))
 
-    def step(carry: tuple[Array, Array], inputs: tuple[Array, Array, Array]) -> tuple:
+    def step(
+        carry: tuple[Array, Array], inputs: tuple[Array, Array, Array]
+    ) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
         state, previous = carry
         logits, state_k, slot = inputs
         if config.markov_kind != "none":
@@ -116,14 +118,14 @@ def propose(
         return (state, token), (token, prob, distribution)
 
     start_state = (init_head_state(config, requests), anchor)
-    _, (tokens, token_probs, probs) = jax.lax.scan(step, start_state, by_slot)
-    tokens = tokens.T  # [R, K]
+    drawn: tuple[Array, Array, Array] = jax.lax.scan(step, start_state, by_slot)[1]
+    tokens, token_probs, probs = drawn[0].T, drawn[1].T, drawn[2]  # [R, K], [R, K], [K, Vd, R]
     if config.confidence:
         previous_ids = jnp.concatenate([anchor[:, None], tokens[:, :-1]], axis=1)
         confidence = jax.nn.sigmoid(confidence_logits(params, config, hidden, previous_ids.reshape(-1)))
     else:
         confidence = jnp.ones(requests * slots)
-    return Proposal(tokens, token_probs.T, probs, confidence.reshape(requests, slots), cache)
+    return Proposal(tokens, token_probs, probs, confidence.reshape(requests, slots), cache)
 
 
 def init_params(config: DrafterConfig, key: Array, dtype=jnp.float32) -> Params:
@@ -149,7 +151,11 @@ def init_params(config: DrafterConfig, key: Array, dtype=jnp.float32) -> Params:
         if config.qk_norm:
             norms |= {name: jnp.ones((hd,), dtype) for name in ("q_norm", "k_norm")}
         per_group = config.num_heads // groups
-        weights = {"q": dense(groups, per_group, hd, d), "kv": dense(groups, 2, hd, d), "o": dense(d, groups, per_group, hd)}
+        weights = {
+            "q": dense(groups, per_group, hd, d),
+            "kv": dense(groups, 2, hd, d),
+            "o": dense(d, groups, per_group, hd),
+        }
         return norms | weights | {"gate_up": dense(2, f, d), "down": dense(d, f)}
 
     params: Params = {

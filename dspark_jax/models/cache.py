@@ -1,9 +1,9 @@
 """A key/value cache of static shape whose length moves.
 
 Each layer owns two arrays `[R * G, T, hd]`, request-major: with one leading axis the attention product reads the very
-buffer that was written, and XLA keeps the update in place (a `[R, G, T, hd]` cache was copied eight times a step). Writing puts a chunk of S consecutive positions at each request's start;
-nothing is ever copied or cropped: a request's length says which positions count, and later writes overwrite what was
-rejected.
+buffer that was written, and XLA keeps the update in place (a `[R, G, T, hd]` cache was copied eight times a step).
+Writing puts a chunk of S consecutive positions at each request's start; nothing is ever copied or cropped: a request's
+length says which positions count, and later writes overwrite what was rejected.
 """
 
 from __future__ import annotations

@@ -26,15 +26,38 @@ def linear(weight: Array, x: Array, num_inputs: int = 1) -> Array:
         x: cast to the weight's dtype before the product.
         num_inputs: number of contracted axes.
     """
-    x = x.astype(weight.dtype)
+    outputs = weight.shape[: weight.ndim - num_inputs]
     rows = x.shape[-1]
+    matrix = weight.reshape(math.prod(outputs), -1)
+    return _matmul(matrix, x.astype(weight.dtype).reshape(-1, rows)).reshape(*outputs, rows)
+
+
+@jax.custom_vjp
+def _matmul(weight: Array, x: Array) -> Array:
+    """`weight [o, i] @ x [i, B]`, operands of one dtype, float32 out."""
+    rows = x.shape[1]
     if rows == 1 and weight.dtype == jnp.bfloat16:
         # One bf16 row misses the matrix units of CPUs (8 times slower here than two rows).
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
-    first = weight.ndim - num_inputs
-    dims = (tuple(range(first, weight.ndim)), tuple(range(num_inputs)))
-    out = jax.lax.dot_general(weight, x, (dims, ((), ())), preferred_element_type=jnp.float32)
-    return out[..., :rows]  # [out..., B]
+        x = jnp.pad(x, ((0, 0), (0, 1)))
+    return _dot(weight, x, 1, 0)[:, :rows]
+
+
+def _dot(a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
+    return jax.lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _matmul_forward(weight: Array, x: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _matmul(weight, x), (weight, x)
+
+
+def _matmul_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    """Gradients by products of the weights' dtype too: a float32 cotangent would take them off the matrix units."""
+    weight, x = saved
+    cotangent = cotangent.astype(weight.dtype)  # [o, B]
+    return _dot(cotangent, x, 1, 1).astype(weight.dtype), _dot(weight, cotangent, 0, 0).astype(x.dtype)
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from dspark_jax.drafters.backbone import context_features, project_kv, run_block
 from dspark_jax.drafters.config import DrafterConfig
@@ -24,7 +25,7 @@ _MASKED = -1e30
 
 
 class BlockStates(NamedTuple):
-    """Per-slot states of all blocks, float32: `hidden [D, N * A * K]`, `vectors [r, N * A * K]` (r = 0 without a head)."""
+    """Per-slot states of all blocks, float32: `hidden [D, N * A * K]`, `vectors [r, N * A * K]` (r = 0: no head)."""
 
     hidden: Array
     vectors: Array
@@ -57,10 +58,12 @@ def block_forward(
     x = jnp.take(embed, ids, axis=0).T.astype(jnp.float32)  # [D, N * A * K]
     visible = (jnp.arange(length) < anchors[..., None]) & keep[..., None]  # [N, A, T]
 
+    dtype = params["fc"].dtype
+
     def attend_with(layer: Params):
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
             context_kv = project_kv(layer, config, context, context_tables)
-            return block_attention(q, k, v, *context_kv, visible, keep, config.head_dim**-0.5), None
+            return block_attention(q, k, v, *context_kv, visible, keep, config.head_dim**-0.5, dtype), None
 
         return attend
 
@@ -74,29 +77,43 @@ def block_forward(
 
 
 def block_attention(
-    q: Array, k: Array, v: Array, context_k: Array, context_v: Array, visible: Array, keep: Array, scale: float
+    q: Array,
+    k: Array,
+    v: Array,
+    context_k: Array,
+    context_v: Array,
+    visible: Array,
+    keep: Array,
+    scale: float,
+    dtype: DTypeLike,
 ) -> Array:
     """Attention of N x A blocks of K slots to their sequence's context and to themselves.
 
     Args:
         q: `[G, Q, hd, N * A * K]`. k, v: `[G, hd, N * A * K]`. context_k, context_v: `[G, hd, N * T]`.
         visible: bool `[N, A, T]`, context that each block sees. keep: bool `[N, A]`; dropped blocks get zeros.
+        scale: multiplies the scores. dtype: of the products' operands; sums and softmax are float32.
 
     Returns:
         float32 `[G, Q, hd, N * A * K]`.
     """
     sequences, blocks, length = visible.shape
-    dtype = jnp.bfloat16 if q.dtype == jnp.bfloat16 else jnp.float32
-    split = lambda y, *tail: y.astype(dtype).reshape(*y.shape[:-1], sequences, *tail)  # noqa: E731
+
+    def split(x: Array, *tail: int) -> Array:
+        return x.astype(dtype).reshape(*x.shape[:-1], sequences, *tail)
+
+    def product(spec: str, x: Array, y: Array) -> Array:
+        return jnp.einsum(spec, x.astype(dtype), y, preferred_element_type=jnp.float32)
+
     q = split(q * scale, blocks, -1)  # [G, Q, hd, N, A, K]
     k, v = split(k, blocks, -1), split(v, blocks, -1)  # [G, hd, N, A, K]
     context_k, context_v = split(context_k, length), split(context_v, length)  # [G, hd, N, T]
-    far = jnp.einsum("gqhnak,ghnt->ngqakt", q, context_k)  # scores of the context
-    near = jnp.einsum("gqhnak,ghnas->ngqaks", q, k)  # scores of the block itself
+    far = product("gqhnak,ghnt->ngqakt", q, context_k)  # scores of the context
+    near = product("gqhnak,ghnas->ngqaks", q, k)  # scores of the block itself
     far = jnp.where(visible[:, None, None, :, None], far, _MASKED)
     peak = jax.lax.stop_gradient(jnp.maximum(jnp.max(far, -1), jnp.max(near, -1)))[..., None]
     far, near = jnp.exp(far - peak), jnp.exp(near - peak)
     total = jnp.sum(far, -1) + jnp.sum(near, -1)  # [N, G, Q, A, K]
-    out = jnp.einsum("ngqakt,ghnt->ngqahk", far, context_v) + jnp.einsum("ngqaks,ghnas->ngqahk", near, v)
+    out = product("ngqakt,ghnt->ngqahk", far, context_v) + product("ngqaks,ghnas->ngqahk", near, v)
     out = jnp.where(keep[:, None, None, :, None, None], out / total[..., None, :], 0.0)
     return jnp.transpose(out, (1, 2, 4, 0, 3, 5)).reshape(*q.shape[:3], -1)

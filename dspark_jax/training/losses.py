@@ -31,7 +31,8 @@ class LossConfig:
     """Weights of the loss.
 
     Attributes:
-        ce, tv, confidence: weight of each term; 0 removes the term and its cost.
+        ce, tv, confidence: weight of each term; 0 removes the term, its metric and its cost. (Accept rates are always
+            measured; they need the forward half of the TV term, but no gradient.)
         decay: g of the position weights exp(-k / g), in slots; 0 or less gives every slot the same weight.
     """
 
@@ -80,7 +81,7 @@ def draft_ids(frozen: Params) -> Array | None:
 
 
 def target_normalizer(head: Array, final: Array) -> Array:
-    """log-sum-exp of the target's logits over the whole vocabulary, float32 `[B]`, for `final [D, B]`, chunk by chunk."""
+    """log-sum-exp of the target's logits over the whole vocabulary, float32 `[B]`, for `final [D, B]`, in chunks."""
     rows = final.shape[1]
     chunks = jnp.pad(final, ((0, 0), (0, -rows % _CHUNK))).reshape(final.shape[0], -1, _CHUNK)
     sums = jax.lax.map(lambda x: jax.nn.logsumexp(linear(head, x), axis=0), jnp.moveaxis(chunks, 1, 0))
@@ -119,7 +120,8 @@ def all_slot_terms(params: Params, head: Array, states: BlockStates, final, norm
         if x is None:
             return None
         flat = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)], constant_values=value)
-        return jnp.moveaxis(flat.reshape(*x.shape[:-1], -1, _CHUNK), -2, 0)  # [C, ..., chunk]
+        shape = (*x.shape[:-1], (rows + padding) // _CHUNK, _CHUNK)  # no -1: vectors may have no rows at all
+        return jnp.moveaxis(flat.reshape(shape), -2, 0)  # [C, ..., chunk]
 
     chunks = (chunked(states.hidden), chunked(states.vectors), chunked(final), chunked(normalizer), chunked(labels, -1))
 
@@ -159,31 +161,37 @@ def block_loss(
     params = jax.tree.map(lambda x: x.astype(compute_dtype), trainable)
     frozen = {k: (v if k == "d2t" else v.astype(compute_dtype)) for k, v in frozen.items()}
     targets = block_targets(batch.input_ids, batch.loss_mask, anchors, keep, config.block_size)
-    states = block_forward(params, frozen["embed"], config, batch.features.astype(compute_dtype), anchors, keep, targets)
+    features = batch.features.astype(compute_dtype)
+    states = block_forward(params, frozen["embed"], config, features, anchors, keep, targets)
     terms = _slot_terms_of_batch(params, frozen, states, batch, targets)
     shape = targets.labels.shape
     ce, l1, in_vocab = (x.reshape(shape) for x in terms)
     weights = position_weights(targets.supervised.astype(jnp.float32), loss.decay)  # [N, A, K]
     accept = jax.lax.stop_gradient(jnp.clip(1 - 0.5 * l1, 0.0, 1.0))
+    sums = {
+        "ce_loss": (jnp.sum(ce * weights * in_vocab), jnp.sum(weights * in_vocab)),
+        "l1_loss": (jnp.sum(l1 * weights), jnp.sum(weights)),
+    }
     confidence = None
-    if config.confidence:
+    if config.confidence and loss.confidence > 0:
         confidence = confidence_logits(params, config, states.hidden, targets.prev_ids.reshape(-1)).reshape(shape)
-    sums = {"ce_loss": (jnp.sum(ce * weights * in_vocab), jnp.sum(weights * in_vocab)), "l1_loss": (jnp.sum(l1 * weights), jnp.sum(weights))}
-    if confidence is not None:
         bce = jnp.maximum(confidence, 0) - confidence * accept + jnp.log1p(jnp.exp(-jnp.abs(confidence)))
         sums["confidence_loss"] = (jnp.sum(bce * weights), jnp.sum(weights))
     scales = {"ce_loss": loss.ce, "l1_loss": loss.tv, "confidence_loss": loss.confidence}
-    total = sum(scales[name] * num / (den + _EPS) for name, (num, den) in sums.items() if scales[name] > 0)
+    sums = {name: pair for name, pair in sums.items() if scales[name] > 0}
+    total = sum((scales[name] * num / (den + _EPS) for name, (num, den) in sums.items()), jnp.zeros(()))
     metrics = sums | slot_metrics(accept, targets, weights, confidence) | anchor_metrics(batch.loss_mask, targets, keep)
     return total, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
-def _slot_terms_of_batch(params: Params, frozen: Params, states: BlockStates, batch: Batch, targets: BlockTargets) -> SlotTerms:
+def _slot_terms_of_batch(
+    params: Params, frozen: Params, states: BlockStates, batch: Batch, targets: BlockTargets
+) -> SlotTerms:
     """Gathers the aligned target states and labels of all slots, and evaluates their terms."""
     ids = draft_ids(frozen)
     length = batch.input_ids.shape[1]
     rows = jnp.arange(batch.input_ids.shape[0])[:, None, None] * length
-    source = (rows + jnp.maximum(targets.label_positions - 1, 0)).reshape(-1)  # position anchor + k, [N * A * K]
+    source = (rows + targets.target_positions).reshape(-1)  # position anchor + k, [N * A * K]
     flat = batch.final.reshape(-1, batch.final.shape[-1])
     labels, normalizer, head = targets.labels.reshape(-1), None, frozen["head"]
     if ids is not None:

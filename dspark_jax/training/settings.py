@@ -21,13 +21,19 @@ class DrafterSettings:
     """Shape of the drafter; a size of 0 is the target's.
 
     Attributes:
-        block_size: gamma, draft tokens of a round. num_layers: backbone layers.
+        block_size: gamma, draft tokens of a round.
+        num_layers: backbone layers.
         target_layer_ids: target layers whose raw outputs are the context features, strictly increasing from -1 on.
         mask_token_id: token whose embedding fills the slots behind the anchor.
-        draft_vocab_size: the most frequent tokens of the training answers that the draft head covers; 0: all.
-        markov_rank, markov_kind: the sequential head: none (rank 0), vanilla, gated or rnn.
-        confidence: whether there is a confidence head. confidence_with_markov: whether it reads W1[x_{k-1}] too.
-        intermediate_size, num_heads, num_kv_heads, head_dim: of the backbone's layers.
+        draft_vocab_size: tokens of the draft head, the most frequent ones of the training answers; 0: all.
+        markov_rank: r of the sequential head; 0: none.
+        markov_kind: the sequential head: none (rank 0), vanilla, gated or rnn.
+        confidence: whether there is a confidence head.
+        confidence_with_markov: whether the confidence head reads W1[x_{k-1}] too.
+        intermediate_size: F of the backbone's layers.
+        num_heads: H of the backbone's layers.
+        num_kv_heads: G of the backbone's layers.
+        head_dim: of the backbone's layers.
     """
 
     block_size: int = 7
@@ -50,23 +56,31 @@ class TrainSettings:
     """A training run.
 
     Attributes:
-        records: JSONL files of regenerated answers. target: a folder, GGUF file or hub id; None: the embedded one.
+        records: JSONL files of regenerated answers.
+        target: a folder, GGUF file or hub id; None: the embedded one.
         output: folder for checkpoints, logs and the drafter (OUTPUT/drafter).
         cache: folder of the hidden-state cache, filled first where samples are missing.
         online: compute hidden states inside the training step; nothing is cached on disk.
-        drafter: its shape. loss: weights of the loss terms.
-        epochs: passes over the samples. steps: number of updates, in place of epochs; 0: by epochs.
-        batch_size: N, sequences of an update. num_anchors: A, blocks of a sequence.
-        max_length: T, tokens of a sequence; the rest is cut. min_loss_tokens: samples with fewer supervised tokens
-            are left out.
-        lr: peak learning rate. warmup: share of the updates in which it rises. weight_decay: of AdamW.
+        drafter: shape of the drafter.
+        loss: weights of the loss terms.
+        epochs: passes over the samples.
+        steps: number of updates, in place of epochs; 0: by epochs.
+        batch_size: N, sequences of an update.
+        num_anchors: A, blocks of a sequence.
+        max_length: T, tokens of a sequence; the rest is cut.
+        min_loss_tokens: samples with fewer supervised tokens are left out.
+        lr: peak learning rate.
+        warmup: share of the updates in which the learning rate rises.
+        weight_decay: of AdamW.
         max_grad_norm: longer gradients are scaled down to it.
         ema: decay of the average of the weights that is exported and evaluated; 0: none, the weights themselves.
-        compute_dtype: dtype of the products: bfloat16, float32, or auto (bfloat16 where the device multiplies it fast).
+        compute_dtype: of the products: bfloat16, float32, or auto (bfloat16 where the device multiplies it fast).
         seed: of the weights, the order of the samples and the anchors.
-        checkpoint_every, eval_every, log_every: in updates; 0: only at the end (log_every: at least 1).
+        checkpoint_every: updates between two checkpoints, each with an export of the drafter; 0: only at the end.
+        eval_every: updates between two measurements of the accepted length; 0: only at the end.
+        log_every: updates between two lines of the log.
         eval_samples: the last samples of the records, kept out of training: their prompts measure the accepted length.
-        eval_tokens: tokens generated for each.
+        eval_tokens: tokens generated for each of them.
         devices: number of devices to use at most; 0: all.
         resume: go on from the output folder's last checkpoint, if there is one.
     """

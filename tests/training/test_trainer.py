@@ -135,6 +135,18 @@ def test_sigkill_then_resume(folder: Path, whole: TrainState) -> None:
     assert_continues(folder, "killed", whole)
 
 
+def test_resume_on_another_number_of_devices(folder: Path, whole: TrainState, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        at_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM), patch)
+        trainer.train(tiny_settings(folder, "moved"))
+    trainer.train(tiny_settings(folder, "moved", devices=2))
+    pairs = list(zip(metrics_of(folder, "moved"), metrics_of(folder, "whole"), strict=True))[:7]
+    for moved, still in pairs:
+        for name in ("lr", "epoch", "sampled_anchors", "block_supervised_tokens"):
+            assert moved[name] == still[name]
+        assert moved["total"] == pytest.approx(still["total"], rel=1e-3)
+
+
 def test_finished_run_has_nothing_to_do(folder: Path, whole: TrainState) -> None:
     rows = metrics_of(folder, "whole")
     assert_same(jax.device_get(trainer.train(tiny_settings(folder, "whole"))), whole)
