@@ -215,7 +215,10 @@ def _read_params(store: TensorStore, config: DrafterConfig, dtype: DTypeLike) ->
     params: dict[str, Any] = {
         "fc": array("fc.weight"),  # [D, m*D]
         "hidden_norm": array("hidden_norm.weight"),  # [D]
-        "layers": tuple(read_layer(store.read, f"layers.{i}.", config, dtype, separate_queries=True) for i in range(config.num_layers)),
+        "layers": tuple(
+            read_layer(store.read, f"layers.{i}.", config, dtype, separate_queries=True)
+            for i in range(config.num_layers)
+        ),
         "norm": array("norm.weight"),  # [D]
     }
     for ours, name in (("embed", "embed_tokens.weight"), ("head", "lm_head.weight")):

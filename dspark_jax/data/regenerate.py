@@ -41,7 +41,8 @@ class RegenerateSettings:
         temperatures: one answer per prompt at each. top_p, top_k: filters of all answers.
         max_tokens: longest answer, in tokens; an answer cut there has finish_reason "length".
         max_prompt_tokens: longer prompts are left out, in tokens.
-        batch_size: requests decoded together. window: jobs sorted by prompt length together; a quarter of it is handed to the engine at once.
+        batch_size: requests decoded together. window: jobs sorted by prompt
+            length together; a quarter of it is handed to the engine at once.
         limit: prompts in all, 0 for every one. seed: of order and draws. dtype: of the target's weights.
     """
 
@@ -88,7 +89,7 @@ def user_turn_prefix(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def write_self_prompts(generator: Generator, tokenizer: Tokenizer, count: int, seed: int, path: Path) -> None:
-    """Samples `count` user turns at temperature 1 into the records of `path` (resumable); empty ones are kept, marked."""
+    """Samples `count` user turns at temperature 1 into the records of `path`, resumably; cut ones are kept as empty."""
     prefix = user_turn_prefix(tokenizer)
     with RecordWriter(path) as writer:
         todo = [
@@ -102,7 +103,7 @@ def write_self_prompts(generator: Generator, tokenizer: Tokenizer, count: int, s
 
 
 def read_jobs(settings: RegenerateSettings, tokenizer: Tokenizer, sources: Sequence[str]) -> list[Job]:
-    """All answers to make, in a shuffled order that depends on the seed alone, so that any part of them is a fair one."""
+    """All answers to make, in an order that depends on the seed alone; every window of them is a fair sample."""
     jobs = []
     for source in sources:
         for record in iter_prompts(source, line_filter=settings.line_filter, skip_bad=True):

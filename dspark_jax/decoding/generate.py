@@ -22,7 +22,7 @@ from dspark_jax.decoding.step import run_rounds
 from dspark_jax.drafters.dspark import bind
 from dspark_jax.models.transformer import head_weight
 
-_LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # prompt paddings, tokens
+_SHORTEST = 32  # prompts are padded to powers of two from here on, tokens
 _CAPACITY_STEP = 128  # cache capacities are multiples of this, tokens
 _MODES: tuple[Mode, ...] = ("greedy", "plain", "filtered")
 
@@ -86,9 +86,9 @@ class _Counts:
     counters: Any
 
 
-def round_up(value: int, sizes: tuple[int, ...]) -> int:
-    """The smallest of ascending `sizes` that is at least `value`."""
-    return next(size for size in sizes if size >= value)
+def padded_length(tokens: int) -> int:
+    """The prompt length that a program is compiled for: the next power of two, at least 32 tokens."""
+    return max(_SHORTEST, 1 << (tokens - 1).bit_length())
 
 
 @dataclass
@@ -117,7 +117,6 @@ class Generator:
     stream_rounds: int = 4
     buckets: tuple[int, ...] | None = None
     _draft_params: dict = field(init=False, repr=False)
-    _states: dict = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -225,7 +224,7 @@ class _Run:
         return -(-(tokens + self.engine.slots) // _CAPACITY_STEP) * _CAPACITY_STEP
 
     def padded(self, request: Request) -> int:
-        return round_up(len(request.prompt_ids), _LENGTHS)
+        return padded_length(len(request.prompt_ids))
 
     def refill(self, state: DecodeState) -> DecodeState:
         """Admits queued requests into free slots, a group of equal padding at a time."""

@@ -14,7 +14,7 @@ from dspark_jax.drafters.backbone import ingest, init_draft_cache
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.models import transformer
 from dspark_jax.models.attention import dense_packing
-from dspark_jax.models.cache import LayerCache, grow, insert
+from dspark_jax.models.cache import LayerCache, insert
 from dspark_jax.models.config import TransformerConfig
 
 Array = jax.Array
@@ -173,11 +173,3 @@ def admit(
         sampling=Sampling(*(put(a, b) for a, b in zip(state.sampling, new.sampling, strict=True))),
         counters=Counters(*(put(c, 0) for c in state.counters)),
     )
-
-
-def with_capacity(state: DecodeState, capacity: int) -> DecodeState:
-    """The same state with caches of at least `capacity` tokens."""
-    if state.target_cache[0].keys.shape[1] >= capacity:
-        return state
-    draft = grow(state.draft_cache, capacity) if state.draft_cache else ()
-    return state._replace(target_cache=grow(state.target_cache, capacity), draft_cache=draft)

@@ -58,6 +58,11 @@ class DrafterConfig:
             raise ValueError(f"block_size {self.block_size}: a block has at least one slot")
         if self.num_layers < 1:
             raise ValueError(f"num_hidden_layers {self.num_layers}: a drafter has at least one layer")
+        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_positions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)}: must be positive")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim}: RoPE rotates pairs, so it must be even")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads}: must be a multiple of num_kv_heads {self.num_kv_heads}")
         check_target_layer_ids(self.target_layer_ids, self.num_target_layers)

@@ -41,12 +41,6 @@ def write(cache: LayerCache, keys: Array, values: Array, start: Array) -> LayerC
     return LayerCache(update(cache.keys, keys, start), update(cache.values, values, start))
 
 
-def grow(cache: tuple[LayerCache, ...], capacity: int) -> tuple[LayerCache, ...]:
-    """The same cache with room for `capacity` tokens (at least as many as now)."""
-    extra = capacity - cache[0].keys.shape[1]
-    return jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (0, extra), (0, 0))), cache)
-
-
 def insert(cache: tuple[LayerCache, ...], other: tuple[LayerCache, ...], slots: Array) -> tuple[LayerCache, ...]:
     """Puts the requests of `other` (P of them, at most this capacity) into `slots [P]` of `cache`.
 

@@ -67,7 +67,7 @@ class TransformerConfig:
     num_tokens: int
 
     def __post_init__(self) -> None:
-        heads = ("num_heads", "num_kv_heads", "head_dim")
+        heads = ("num_heads", "num_kv_heads", "head_dim", "max_positions")
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", *heads):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} {getattr(self, name)}: must be positive")
@@ -143,9 +143,11 @@ def _from_hf(config: Mapping[str, Any]) -> TransformerConfig:
     if kinds != {"full_attention"}:
         raise ValueError(f"layer_types {sorted(kinds)}: only full_attention is supported for {family}")
     heads = _need(config, "num_attention_heads")
+    if heads < 1:
+        raise ValueError(f"num_attention_heads {heads}: must be positive")
     hidden = _need(config, "hidden_size")
     vocab = _need(config, "vocab_size")
-    max_positions = config.get("max_position_embeddings") or 2048
+    max_positions = config.get("max_position_embeddings", 2048)
     return TransformerConfig(
         family=family,
         vocab_size=vocab,
@@ -172,6 +174,11 @@ def rope_from_hf(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
     """
     scaling = dict(config.get("rope_scaling") or {})
     scaling.update(config.get("rope_parameters") or {})
+    nested = sorted(name for name, value in scaling.items() if isinstance(value, Mapping))
+    if nested:
+        raise ValueError(f"rope_parameters {nested}: settings by layer type are not supported, give one for all")
+    if scaling.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise ValueError(f"partial_rotary_factor {scaling['partial_rotary_factor']}: only 1 (whole heads) is supported")
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
@@ -181,12 +188,14 @@ def rope_from_hf(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
     if scaling.get("factor") is None:
         raise ValueError(f"rope_scaling of type {kind} has no factor: it must name the context extension factor")
     factor = float(scaling["factor"])
+    if not factor > 0:
+        raise ValueError(f"rope_scaling factor {factor}: must be positive")
     original = scaling.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
     if kind == "llama3" and original is None:
         raise ValueError("rope_scaling of type llama3 has no original_max_position_embeddings")
-    attention = scaling.get("attention_factor")
+    attention = scaling.get("attention_factor") if kind == "yarn" else 1.0
     if attention is None:
-        attention = _yarn_attention_factor(scaling, factor) if kind == "yarn" else 1.0
+        attention = _yarn_attention_factor(scaling, factor)
     if kind == "yarn" and scaling.get("truncate") is False:
         raise ValueError("rope_scaling truncate false: only the rounded yarn band edges are supported")
     return RopeConfig(

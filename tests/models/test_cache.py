@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_jax.models.cache import LayerCache, grow, init_cache, insert, write
+from dspark_jax.models.cache import LayerCache, init_cache, insert, write
 
 GROUPS, CAPACITY, HEAD = 2, 12, 4
 
 
 def random_cache(requests: int, capacity: int = CAPACITY, layers: int = 2, seed: int = 0) -> tuple[LayerCache, ...]:
     """A cache full of random numbers, float32."""
-    arrays = np.random.default_rng(seed).normal(size=(layers, 2, requests, GROUPS, capacity, HEAD))
+    arrays = np.random.default_rng(seed).normal(size=(layers, 2, requests * GROUPS, capacity, HEAD))
     return tuple(LayerCache(*(jnp.asarray(leaf, jnp.float32) for leaf in layer)) for layer in arrays)
 
 
@@ -31,8 +31,13 @@ def test_an_empty_cache(dtype):
     cache = init_cache(3, 5, GROUPS, CAPACITY, HEAD, dtype)
     assert len(cache) == 3
     for leaf in jax.tree.leaves(cache):
-        assert (leaf.shape, leaf.dtype) == ((5, GROUPS, CAPACITY, HEAD), dtype)
+        assert (leaf.shape, leaf.dtype) == ((5 * GROUPS, CAPACITY, HEAD), dtype)
         assert not leaf.any()
+
+
+def by_request(leaf: np.ndarray) -> np.ndarray:
+    """A view [R, G, T, hd] of a cache array."""
+    return leaf.reshape(-1, GROUPS, *leaf.shape[1:])
 
 
 @given(data=st.data(), requests=st.sampled_from([1, 3]), slots=st.sampled_from([1, 5, CAPACITY]))
@@ -43,8 +48,9 @@ def test_writing_changes_the_chunks_positions_and_nothing_else(data, requests, s
     for request, start in enumerate(starts):
         for slot in range(slots):
             for into, source in zip(want, new, strict=True):
-                into[request, :, start + slot] = source[request, :, slot]
-    ours = jax.jit(write)(cache, chunk.keys, chunk.values, jnp.asarray(starts, jnp.int32))
+                by_request(into)[request, :, start + slot] = by_request(source)[request, :, slot]
+    rows = jnp.repeat(jnp.asarray(starts, jnp.int32), GROUPS)
+    ours = jax.jit(write)(cache, chunk.keys, chunk.values, rows)
     assert_equal(ours, LayerCache(*want))
 
 
@@ -52,19 +58,9 @@ def test_writing_changes_the_chunks_positions_and_nothing_else(data, requests, s
 def test_chunks_take_the_caches_dtype(requests):
     cache = init_cache(1, requests, GROUPS, CAPACITY, HEAD, jnp.bfloat16)[0]
     chunk = random_cache(requests, 3)[0]
-    ours = write(cache, chunk.keys, chunk.values, jnp.zeros(requests, jnp.int32))
+    ours = write(cache, chunk.keys, chunk.values, jnp.zeros(requests * GROUPS, jnp.int32))
     assert ours.keys.dtype == ours.values.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(ours.keys[:, :, :3], chunk.keys.astype(jnp.bfloat16))
-
-
-@pytest.mark.parametrize("capacity", [CAPACITY, CAPACITY + 1, 4 * CAPACITY])
-def test_growing_keeps_what_is_there(capacity):
-    cache = random_cache(3)
-    bigger = grow(cache, capacity)
-    assert_equal(jax.tree.map(lambda a: a[:, :, :CAPACITY], bigger), cache)
-    for leaf in jax.tree.leaves(bigger):
-        assert leaf.shape == (3, GROUPS, capacity, HEAD)
-        assert not leaf[:, :, CAPACITY:].any()
+    np.testing.assert_array_equal(ours.keys[:, :3], chunk.keys.astype(jnp.bfloat16))
 
 
 @given(
@@ -80,8 +76,8 @@ def test_inserting_replaces_the_first_positions_of_the_named_slots(slots, capaci
     for layer, new in zip(want, jax.tree.map(np.array, other), strict=True):
         for request, slot in enumerate(slots):
             if slot < 4:
-                layer.keys[slot, :, :capacity] = new.keys[request]
-                layer.values[slot, :, :capacity] = new.values[request]
+                by_request(layer.keys)[slot, :, :capacity] = by_request(new.keys)[request]
+                by_request(layer.values)[slot, :, :capacity] = by_request(new.values)[request]
     assert_equal(jax.jit(insert)(cache, other, jnp.asarray(slots, jnp.int32)), want)
 
 

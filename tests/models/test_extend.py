@@ -136,7 +136,8 @@ def test_rejected_rows_leave_no_trace(prefilled, start, kept, seed):
 def test_garbage_beyond_the_length_is_never_read(prefilled):
     start = [5, 1, 12]
     beyond = np.arange(CAPACITY) >= np.array(start)[:, None]  # [R, T]
-    garbage = jax.tree.map(lambda a: jnp.where(beyond[:, None, :, None], 1e6, a), prefilled)
+    rows = np.repeat(beyond, CONFIG.num_kv_heads, axis=0)  # [R * G, T]
+    garbage = jax.tree.map(lambda a: jnp.where(rows[..., None], 1e6, a), prefilled)
     clean, dirty = (dense_step(cache, chunk(start, SLOTS), start)[0] for cache in (prefilled, garbage))
     np.testing.assert_array_equal(dirty, clean)
 
@@ -150,7 +151,8 @@ def test_requests_do_not_see_each_other(prefilled):
     second, second_cache = dense_step(prefilled, other, start)
     np.testing.assert_array_equal(first[[0, 2]], second[[0, 2]])
     assert np.abs(first[1] - second[1]).max() > 0.1
-    np.testing.assert_array_equal(first_cache[1].keys[jnp.array([0, 2])], second_cache[1].keys[jnp.array([0, 2])])
+    keys = [cache[1].keys.reshape(3, -1, *cache[1].keys.shape[1:]) for cache in (first_cache, second_cache)]
+    np.testing.assert_array_equal(keys[0][jnp.array([0, 2])], keys[1][jnp.array([0, 2])])
 
 
 def test_a_slot_used_again_shows_nothing_of_the_first_request(prefilled, whole):
@@ -205,8 +207,8 @@ def test_attention_against_float64():
     q, k, v = rng.normal(size=(2, 2, 3, 4, 8)), rng.normal(size=(2, 2, 6, 8)), rng.normal(size=(2, 2, 6, 8))
     visible = rng.random((2, 4, 6)) < 0.6
     visible[0, 1] = False  # a query that sees nothing gets zeros
-    arrays = (jnp.asarray(a, jnp.float32) for a in (q, k, v))
-    ours = softmax_attention(*arrays, jnp.asarray(visible)[:, None, None], 0.35)
+    arrays = (jnp.asarray(a, jnp.float32) for a in (q, k.reshape(4, 6, 8), v.reshape(4, 6, 8)))
+    ours = softmax_attention(*arrays, jnp.asarray(visible), 0.35)
     np.testing.assert_allclose(ours, reference_attention(q, k, v, visible, 0.35), atol=1e-5)
     assert not ours[0, :, :, 1].any()
 
@@ -223,7 +225,7 @@ def test_what_a_chunk_sees(causal):
     ours, after = cached_attention(*arrays, cache, jnp.asarray(start), dense_packing(2, 4), 0.35, causal=causal)
     last = start[:, None] + (np.arange(4) if causal else np.full(4, 3))
     visible = np.arange(10) <= last[..., None]  # [R, S, T]
-    keys, values = (np.array(leaf, np.float64) for leaf in cache)
+    keys, values = (np.array(leaf, np.float64).reshape(2, 2, 10, 8) for leaf in cache)  # [R, G, T, hd]
     for request, at in enumerate(start):
         rows = slice(4 * request, 4 * request + 4)
         keys[request, :, at : at + 4] = k[:, :, rows].transpose(0, 2, 1)
@@ -231,8 +233,8 @@ def test_what_a_chunk_sees(causal):
     queries = q.reshape(2, 3, 8, 2, 4).transpose(3, 0, 1, 4, 2)  # [R, G, Q, S, hd]
     want = reference_attention(queries, keys, values, visible, 0.35).transpose(1, 2, 4, 0, 3).reshape(q.shape)
     np.testing.assert_allclose(ours, want, atol=1e-5)
-    np.testing.assert_allclose(after.keys, keys, atol=1e-6)
-    np.testing.assert_allclose(after.values, values, atol=1e-6)
+    np.testing.assert_allclose(after.keys.reshape(keys.shape), keys, atol=1e-6)
+    np.testing.assert_allclose(after.values.reshape(values.shape), values, atol=1e-6)
     if causal:
         fresh = init_cache(1, 2, 2, 4, 8, jnp.float32)[0]
         from_zero, _ = cached_attention(*arrays, fresh, jnp.zeros(2, jnp.int32), dense_packing(2, 4), 0.35)
