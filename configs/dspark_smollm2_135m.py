@@ -1,7 +1,10 @@
 """The embedded drafter: DSpark for SmolLM2-135M-Instruct, block size 7, two layers, a reduced draft vocabulary.
 
-Data: answers that the target itself gave, `runs/smollm2/records.jsonl`.
-Cost: the cache takes 7 kB a token (7 GB for a million tokens); training runs on a CPU, best one with bf16 matrix units.
+Data: answers that the target itself gave, made by
+    dspark data --output runs/smollm2/records.jsonl --line-filter odd --max-tokens 176 --max-prompt-tokens 204 \
+        --prompts gsm8k.jsonl math500.jsonl mbpp.jsonl humaneval.jsonl mt-bench.jsonl arena-hard-v2.jsonl
+Expected: accepted length about 1.8 on held-out prompts after these 480 steps (0.37 M blocks); it is still rising there.
+Cost: the cache takes 7 kB a token; a step is 3 seconds on two CPU cores with bf16 matrix units.
 Command: python train.py --config configs/dspark_smollm2_135m.py
 """
 
@@ -23,9 +26,12 @@ config = TrainSettings(
         markov_rank=64,
         markov_kind="vanilla",
     ),
-    loss=LossConfig(),
-    epochs=10,
-    batch_size=16,
+    loss=LossConfig(ce=0.3),  # a short run learns faster with more cross entropy than the paper's 0.1
+    steps=480,
+    lr=1.2e-3,
+    batch_size=8,
     num_anchors=96,
     max_length=384,
+    checkpoint_every=80,
+    eval_every=0,
 )

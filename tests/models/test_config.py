@@ -201,7 +201,7 @@ def test_missing_sizes_are_named(field, value):
         ({"hidden_size": -64}, "hidden_size -64: must be positive"),
         ({"intermediate_size": 0}, "intermediate_size 0: must be positive"),
         ({"num_hidden_layers": 0}, "num_layers 0: must be positive"),
-        ({"num_attention_heads": -8}, "num_heads -8: must be positive"),
+        ({"num_attention_heads": -8}, "num_attention_heads -8: must be positive"),
         ({"num_key_value_heads": -1}, "num_kv_heads -1: must be positive"),
         ({"num_key_value_heads": 5}, "num_attention_heads 32: must be a multiple of num_key_value_heads 5"),
         ({"num_key_value_heads": 64}, "num_attention_heads 32: must be a multiple of num_key_value_heads 64"),
