@@ -24,12 +24,13 @@ from dspark_jax.checkpoints.load import (
     load_target,
 )
 from dspark_jax.checkpoints.tokenizer import Tokenizer
+from dspark_jax.config import auto_dtype
 from dspark_jax.data.prompts import PromptRecord, read_prompts
 from dspark_jax.data.records import RecordWriter, read_records
 from dspark_jax.decoding.generate import Completion, Generator, Request
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.serving import report
-from dspark_jax.serving.settings import ServeSettings, auto_dtype
+from dspark_jax.serving.settings import ServeSettings
 from dspark_jax.serving.stream import TextStream, prompt_ids
 
 _STREAM_ROUNDS = 4  # steps between two looks of the host

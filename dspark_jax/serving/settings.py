@@ -144,20 +144,6 @@ class ServeSettings:
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
 
 
-def auto_dtype(cpuinfo: str | Path = "/proc/cpuinfo") -> str:
-    """The fast dtype of the default device: bfloat16 on GPU, TPU and CPUs with AMX, else float32.
-
-    Args:
-        cpuinfo: where Linux lists the processor's flags; a file that is absent means no AMX.
-    """
-    import jax
-
-    if jax.default_backend() != "cpu":
-        return "bfloat16"
-    file = Path(cpuinfo)
-    return "bfloat16" if file.is_file() and "amx_bf16" in file.read_text().split() else "float32"
-
-
 def parse_settings(argv: list[str], program: str = "serve.py") -> ServeSettings:
     """Settings from command line words. Exits with code 2 (and usage on stderr) on unknown options, 0 after --help.
 

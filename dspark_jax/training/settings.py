@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from dspark_jax.config import auto_dtype
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.models.config import TransformerConfig
 from dspark_jax.training.losses import LossConfig
@@ -144,9 +143,7 @@ class TrainSettings:
 def resolve_dtype(name: str) -> DTypeLike:
     """The compute dtype of `auto`, `bfloat16` or `float32`: auto is float32 only on a CPU without bf16 matrix units."""
     if name == "auto":
-        info = Path("/proc/cpuinfo")
-        slow = jax.default_backend() == "cpu" and not (info.exists() and "amx_bf16" in info.read_text())
-        name = "float32" if slow else "bfloat16"
+        name = auto_dtype()
     return jnp.bfloat16 if name == "bfloat16" else jnp.float32
 
 

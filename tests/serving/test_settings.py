@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from dspark_jax.config import auto_dtype
 from dspark_jax.serving.main import main
-from dspark_jax.serving.settings import ServeSettings, auto_dtype, parse_settings
+from dspark_jax.serving.settings import ServeSettings, parse_settings
 
 REFUSED = [
     (["--prompt", "a", "--temperature", "-1"], "temperature -1.0: must be finite and at least 0"),

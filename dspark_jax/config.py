@@ -1,0 +1,19 @@
+"""Settings that training and serving share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+
+def auto_dtype(cpuinfo: str | Path = "/proc/cpuinfo") -> str:
+    """The fast dtype of the default device: bfloat16 on GPU, TPU and CPUs with AMX, else float32.
+
+    Args:
+        cpuinfo: where Linux lists the processor's flags; a file that is absent means no AMX.
+    """
+    if jax.default_backend() != "cpu":
+        return "bfloat16"
+    file = Path(cpuinfo)
+    return "bfloat16" if file.is_file() and "amx_bf16" in file.read_text().split() else "float32"
