@@ -23,7 +23,7 @@ from dspark_jax.drafters.heads import (
 )
 from dspark_jax.models.attention import dense_packing
 from dspark_jax.models.cache import LayerCache
-from dspark_jax.models.layers import linear
+from dspark_jax.models.layers import linear, take_rows
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -100,7 +100,7 @@ def propose(
     """
     requests, slots = anchor.shape[0], config.block_size
     ids = block_ids(anchor, slots, config.mask_token_id)
-    x = jnp.take(params["embed"], ids.reshape(-1), axis=0).T.astype(jnp.float32)  # [D, R * K]
+    x = take_rows(params["embed"], ids.reshape(-1))  # [D, R * K]
     hidden, cache = block_states(params, config, cache, x, start, dense_packing(requests, slots))
     base = linear(params["head"], hidden).reshape(-1, requests, slots)  # U, [Vd, R, K]
     by_slot = (jnp.moveaxis(base, 2, 0), jnp.moveaxis(hidden.reshape(-1, requests, slots), 2, 0), jnp.arange(slots))

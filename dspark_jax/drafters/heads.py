@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.drafters.config import DrafterConfig
-from dspark_jax.models.layers import linear
+from dspark_jax.models.layers import linear, take_rows
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -21,7 +21,7 @@ Params = dict[str, Any]
 
 def previous_embedding(params: Params, ids: Array) -> Array:
     """W1 of the previous tokens `ids [B]`: float32 `[r, B]`."""
-    return jnp.take(params["markov"]["w1"], ids, axis=0).T.astype(jnp.float32)
+    return take_rows(params["markov"]["w1"], ids)
 
 
 def init_head_state(config: DrafterConfig, blocks: int) -> Array:

@@ -15,6 +15,7 @@ from dspark_jax.models.cache import LayerCache, write
 
 Array = jax.Array
 _MASKED = -1e30
+_FEW_ROWS = 8  # rows of a request and KV group up to which keys go left
 
 
 class Packing(NamedTuple):
@@ -55,6 +56,15 @@ def pack(x: Array, packing: Packing) -> Array:
     return jnp.take(flat, packing.request * slots + packing.offset, axis=-1)
 
 
+def _scores(rows: Array, k: Array) -> Array:
+    """`rows [Z, m, hd]` against keys `[Z, T, hd]`: float32 `[Z, m, T]`."""
+    if rows.shape[1] > _FEW_ROWS or jax.default_backend() != "cpu":
+        return jnp.einsum("zmh,zth->zmt", rows, k, preferred_element_type=jnp.float32)
+    # With few rows CPUs read the keys faster as the left operand; the barrier keeps the compiler from swapping them.
+    by_key = jnp.einsum("zth,zhm->ztm", k, jnp.swapaxes(rows, 1, 2), preferred_element_type=jnp.float32)
+    return jnp.swapaxes(jax.lax.optimization_barrier(by_key), 1, 2)
+
+
 def softmax_attention(q: Array, k: Array, v: Array, visible: Array, scale: float) -> Array:
     """Grouped-query attention.
 
@@ -68,8 +78,7 @@ def softmax_attention(q: Array, k: Array, v: Array, visible: Array, scale: float
     """
     requests, groups, per_group, slots, head_dim = q.shape
     rows = (q * scale).astype(k.dtype).reshape(requests * groups, per_group * slots, head_dim)
-    scores = jnp.einsum("zth,zmh->ztm", k, rows, preferred_element_type=jnp.float32)  # keys on the left: faster here
-    scores = jnp.swapaxes(scores, 1, 2).reshape(requests, groups, per_group, slots, -1)
+    scores = _scores(rows, k).reshape(requests, groups, per_group, slots, -1)
     visible = visible[..., None, None, :, :]  # [R or 1, 1, 1, S, T]
     scores = jnp.where(visible, scores, _MASKED)
     peak = jnp.max(scores, axis=-1, keepdims=True)

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from dspark_jax.models.attention import Packing, cached_attention, causal_attention
 from dspark_jax.models.cache import LayerCache, init_cache
 from dspark_jax.models.config import TransformerConfig
-from dspark_jax.models.layers import gated_mlp, head_norm, linear, rms_norm, rope_tables, rotate
+from dspark_jax.models.layers import gated_mlp, head_norm, linear, rms_norm, rope_tables, rotate, take_rows
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -40,7 +40,7 @@ class Hidden(NamedTuple):
 
 def embed(params: Params, ids: Array) -> Array:
     """Embeddings of `ids [B]` as float32 `[D, B]`."""
-    return jnp.take(params["embed"], ids, axis=0).T.astype(jnp.float32)
+    return take_rows(params["embed"], ids)
 
 
 def head_weight(params: Params) -> Array:
