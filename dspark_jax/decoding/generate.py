@@ -24,6 +24,7 @@ from dspark_jax.models.transformer import head_weight
 
 _SHORTEST = 32  # prompts are padded to powers of two from here on, tokens
 _CAPACITY_STEP = 128  # cache capacities are multiples of this, tokens
+_MARGIN = 32  # positions beyond the longest request, for the rows of the last step
 _MODES: tuple[Mode, ...] = ("greedy", "plain", "filtered")
 
 _admit = jax.jit(admit, static_argnames=("engine",), donate_argnames=("state",))
@@ -221,7 +222,8 @@ class _Run:
         return min(request.sampling.max_tokens, self.generator.target.config.max_positions - len(request.prompt_ids))
 
     def capacity(self, tokens: int) -> int:
-        return -(-(tokens + self.engine.slots) // _CAPACITY_STEP) * _CAPACITY_STEP
+        """Cache positions for `tokens`; with and without a drafter the same, so that sums over them round the same."""
+        return -(-(tokens + max(self.engine.slots, _MARGIN)) // _CAPACITY_STEP) * _CAPACITY_STEP
 
     def padded(self, request: Request) -> int:
         return padded_length(len(request.prompt_ids))

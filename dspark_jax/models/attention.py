@@ -15,7 +15,7 @@ from dspark_jax.models.cache import LayerCache, write
 
 Array = jax.Array
 _MASKED = -1e30
-_FEW_ROWS = 8  # rows of a request and KV group up to which keys go left
+_FEW_ROWS = 64  # rows of a request and KV group up to which keys go left
 
 
 class Packing(NamedTuple):
@@ -62,7 +62,19 @@ def _scores(rows: Array, k: Array) -> Array:
         return jnp.einsum("zmh,zth->zmt", rows, k, preferred_element_type=jnp.float32)
     # With few rows CPUs read the keys faster as the left operand; the barrier keeps the compiler from swapping them.
     by_key = jnp.einsum("zth,zhm->ztm", k, jnp.swapaxes(rows, 1, 2), preferred_element_type=jnp.float32)
-    return jnp.swapaxes(jax.lax.optimization_barrier(by_key), 1, 2)
+    scores = jnp.swapaxes(jax.lax.optimization_barrier(by_key), 1, 2)
+    return jax.lax.optimization_barrier(scores.reshape(-1)).reshape(scores.shape)
+
+
+def _total(weights: Array) -> Array:
+    """Sums over the last axis, which stays: on CPUs in an order that does not depend on the other axes.
+
+    See `layers.rms_norm`: a verified token must get the same rounding as one of plain decoding.
+    """
+    if jax.default_backend() != "cpu":
+        return jnp.sum(weights, axis=-1, keepdims=True)
+    rows = weights.reshape(-1, weights.shape[-1])
+    return (rows @ jnp.ones((rows.shape[1], 2)))[:, :1].reshape(*weights.shape[:-1], 1)
 
 
 def softmax_attention(q: Array, k: Array, v: Array, visible: Array, scale: float) -> Array:
@@ -76,6 +88,9 @@ def softmax_attention(q: Array, k: Array, v: Array, visible: Array, scale: float
     Returns:
         float32 `[R, G, Q, S, hd]`.
     """
+    if q.shape[0] == q.shape[3] == 1 and jax.default_backend() == "cpu":  # one row rounds differently from two
+        twice = jnp.repeat(q, 2, axis=3), jnp.repeat(visible, 2, axis=-2)
+        return softmax_attention(twice[0], k, v, twice[1], scale)[..., :1, :]
     requests, groups, per_group, slots, head_dim = q.shape
     rows = (q * scale).astype(k.dtype).reshape(requests * groups, per_group * slots, head_dim)
     scores = _scores(rows, k).reshape(requests, groups, per_group, slots, -1)
@@ -83,7 +98,7 @@ def softmax_attention(q: Array, k: Array, v: Array, visible: Array, scale: float
     scores = jnp.where(visible, scores, _MASKED)
     peak = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.where(visible, jnp.exp(scores - peak), 0.0)
-    total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
+    total = jnp.maximum(_total(weights), 1e-30)
     weights = weights.astype(v.dtype).reshape(requests * groups, per_group * slots, -1)
     out = jnp.einsum("zmt,zth->zmh", weights, v, preferred_element_type=jnp.float32)
     return out.reshape(requests, groups, per_group, slots, head_dim) / total

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from dspark_jax.models.config import RopeConfig
 
 Array = jax.Array
+_FEW_ROWS = 64  # rows up to which a step decodes or verifies; beyond are prefills and training
 
 
 def linear(weight: Array, x: Array, num_inputs: int = 1) -> Array:
@@ -73,6 +74,26 @@ def _matmul_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Arra
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
+@jax.custom_vjp
+def linear_rows(weight: Array, x: Array) -> Array:
+    """`weight [o, i]` on rows `x [B, i]` (cast to the weight's dtype): float32 `[o, B]`, without a transpose of `x`."""
+    return dot(weight, row_major(x.astype(weight.dtype)), 1)
+
+
+def _linear_rows_forward(weight: Array, x: Array) -> tuple[Array, tuple[Array, Array]]:
+    return linear_rows(weight, x), (weight, x)
+
+
+def _linear_rows_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    weight, x = saved
+    cotangent = row_major(cotangent.astype(weight.dtype))  # [o, B]
+    dx = dot(row_major(cotangent.T), weight, 0)
+    return dot(cotangent, row_major(x.astype(weight.dtype)), 0).astype(weight.dtype), dx.astype(x.dtype)
+
+
+linear_rows.defvjp(_linear_rows_forward, _linear_rows_backward)
+
+
 def take_rows(table: Array, ids: Array) -> Array:
     """Rows `ids [B]` of `table [V, D]` as columns: float32 `[D, B]`."""
     if table.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
@@ -85,15 +106,28 @@ def take_rows(table: Array, ids: Array) -> Array:
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """RMSNorm over axis 0 of float32 `x [D, ...]`, scaled by `weight [D]`; float32 out."""
-    x = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=0, keepdims=True) + eps)
-    return x * scale * weight.astype(jnp.float32).reshape((-1,) + (1,) * (x.ndim - 1))
+    """RMSNorm over axis 0 of `x [D, B]`, scaled by `weight [D]`; float32 out."""
+    return head_norm(x.astype(jnp.float32), weight, eps)
+
+
+def _sum_squares(x: Array) -> Array:
+    """Sums of squares of float32 `x [..., D, B]` over D, which stays as 1; few rows in an order independent of B.
+
+    On CPUs a reduction is compiled differently for different B, and its rounding would let a verified token differ from
+    the one that plain decoding gives; a product (of two rows and columns at least) is the same for all of them.
+    """
+    squares, columns = jnp.square(x), x.shape[-1]
+    if jax.default_backend() != "cpu" or columns > _FEW_ROWS:
+        return jnp.sum(squares, axis=-2, keepdims=True)
+    if columns == 1:
+        squares = jnp.repeat(squares, 2, axis=-1)
+    ones = jnp.ones((*x.shape[:-2], 2, x.shape[-2]))
+    return (ones @ jax.lax.optimization_barrier(squares))[..., :1, :columns]  # unfused: that too would change rounding
 
 
 def head_norm(x: Array, weight: Array, eps: float) -> Array:
     """RMSNorm of each head: `x [..., hd, B]` over its next to last axis, scaled by `weight [hd]`; float32 out."""
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-2, keepdims=True) + eps)
+    scale = jax.lax.rsqrt(_sum_squares(x) / x.shape[-2] + eps)
     return x * scale * weight.astype(jnp.float32)[:, None]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -239,3 +241,29 @@ def test_what_a_chunk_sees(causal):
         fresh = init_cache(1, 2, 2, 4, 8, jnp.float32)[0]
         from_zero, _ = cached_attention(*arrays, fresh, jnp.zeros(2, jnp.int32), dense_packing(2, 4), 0.35)
         np.testing.assert_allclose(causal_attention(*arrays, 2, 0.35), from_zero, atol=1e-6)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other compilers choose their sums by shape")
+def test_bfloat16_rows_do_not_depend_on_how_many_there_are():
+    """Verification must give the very bits of plain decoding: in bf16 an ulp is enough to turn a near-tie."""
+    config = dataclasses.replace(
+        CONFIG, hidden_size=192, intermediate_size=320, num_layers=4, num_heads=6, num_kv_heads=2, head_dim=32
+    )
+    params = init_params(config, jax.random.key(1), jnp.bfloat16)
+    tokens = np.random.default_rng(1).integers(0, VOCAB, 48).astype(np.int32)
+    zero = jnp.zeros((1,), jnp.int32)
+    empty = init_target_cache(config, 1, 128, jnp.float32)
+    prompt, rest = jnp.asarray(tokens[:16]), tokens[16:]
+    prefilled = run_extend(params, config, empty, prompt, zero, dense_packing(1, 16))[1]
+
+    def in_chunks(size: int) -> np.ndarray:
+        cache, finals = prefilled, []
+        for begin in range(0, len(rest), size):
+            ids, start = jnp.asarray(rest[begin : begin + size]), jnp.full((1,), 16 + begin, jnp.int32)
+            hidden, cache = run_extend(params, config, cache, ids, start, dense_packing(1, size))
+            finals.append(np.asarray(hidden.final))
+        return np.concatenate(finals, axis=1)
+
+    one_by_one = in_chunks(1)
+    for size in (2, 4, 8, 16):
+        np.testing.assert_array_equal(in_chunks(size), one_by_one, err_msg=f"{size} rows at once")
