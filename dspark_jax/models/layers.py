@@ -111,14 +111,13 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def _sum_squares(x: Array) -> Array:
-    """Sums of squares of float32 `x [..., D, B]` over D, which stays as 1; few rows in an order independent of B.
+    """Sums of squares of float32 `x [..., D, B]` over D, which stays as 1, in an order that does not depend on B.
 
-    On CPUs a reduction is compiled differently for different B, and its rounding would let a verified token differ from
-    the one that plain decoding gives; a product (of two rows and columns at least) is the same for all of them.
+    On CPUs a reduction is compiled differently for different B. In bf16 an ulp of difference may turn into one of the
+    rounded product's operands, and a verified token differ from the one that plain decoding gives. A product (of two
+    rows and columns at least) is the same for all B.
     """
     squares, columns = jnp.square(x), x.shape[-1]
-    if jax.default_backend() != "cpu" or columns > _FEW_ROWS:
-        return jnp.sum(squares, axis=-2, keepdims=True)
     if columns == 1:
         squares = jnp.repeat(squares, 2, axis=-1)
     ones = jnp.ones((*x.shape[:-2], 2, x.shape[-2]))
@@ -127,7 +126,9 @@ def _sum_squares(x: Array) -> Array:
 
 def head_norm(x: Array, weight: Array, eps: float) -> Array:
     """RMSNorm of each head: `x [..., hd, B]` over its next to last axis, scaled by `weight [hd]`; float32 out."""
-    scale = jax.lax.rsqrt(_sum_squares(x) / x.shape[-2] + eps)
+    fixed_order = weight.dtype == jnp.bfloat16 and x.shape[-1] <= _FEW_ROWS and jax.default_backend() == "cpu"
+    squares = _sum_squares(x) if fixed_order else jnp.sum(jnp.square(x), axis=-2, keepdims=True)
+    scale = jax.lax.rsqrt(squares / x.shape[-2] + eps)
     return x * scale * weight.astype(jnp.float32)[:, None]
 
 

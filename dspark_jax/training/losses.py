@@ -2,7 +2,8 @@
 
 Every term is a weighted sum over supervised slots divided once by the sum of the weights. With a reduced draft
 vocabulary p_d is zero outside it: TV counts the target's mass there, and CE leaves out labels that cannot be drafted.
-Vocabulary-sized tensors exist for a chunk of slots at a time and are recomputed in the backward pass.
+Vocabulary-sized tensors exist for a chunk of slots at a time: the weights are known beforehand, so the gradient of a
+chunk is taken along with its value, and nothing of that size is kept or made again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.drafters.heads import confidence_logits, markov_bias
-from dspark_jax.models.layers import linear
+from dspark_jax.models.layers import linear, linear_rows, take_rows
 from dspark_jax.training.anchors import BlockTargets, block_targets
 from dspark_jax.training.forward import BlockStates, block_forward
 
@@ -95,7 +96,7 @@ def slot_terms(
 
     Args:
         params: with `markov.w2` where there is a sequential head. head: draft rows of the target's head `[Vd, D]`.
-        hidden: `[D, S]`. vectors: `[r, S]`. final: target states that predict the labels, `[D, S]`.
+        hidden: `[D, S]`. vectors: `[r, S]`. final: target states that predict the labels, `[S, D]`.
         normalizer: log-sum-exp of the target's whole logits `[S]`; None where the draft vocabulary is the whole one.
         labels: int32 `[S]`, draft ids; negative where the label is not in the draft vocabulary.
     """
@@ -103,7 +104,7 @@ def slot_terms(
     if vectors.shape[0]:
         logits = logits + markov_bias(params, vectors)
     log_draft = jax.nn.log_softmax(logits, axis=0)
-    target_logits = jax.lax.stop_gradient(linear(head, final))
+    target_logits = jax.lax.stop_gradient(linear_rows(head, final))
     target = jax.nn.softmax(target_logits, 0) if normalizer is None else jnp.exp(target_logits - normalizer)
     outside = jnp.maximum(1.0 - jnp.sum(target, axis=0), 0.0) if normalizer is not None else 0.0
     l1 = jnp.sum(jnp.abs(jnp.exp(log_draft) - target), axis=0) + outside
@@ -111,8 +112,24 @@ def slot_terms(
     return SlotTerms(-picked, l1, (labels >= 0).astype(jnp.float32))
 
 
-def all_slot_terms(params: Params, head: Array, states: BlockStates, final, normalizer, labels: Array) -> SlotTerms:
-    """`slot_terms` of every slot, `_CHUNK` slots at a time, recomputed in the backward pass."""
+def all_slot_terms(
+    params: Params,
+    head: Array,
+    states: BlockStates,
+    final: Array,
+    normalizer: Array | None,
+    labels: Array,
+    weights: tuple[Array | None, Array | None],
+) -> tuple[Array, SlotTerms]:
+    """`slot_terms` of all S slots, `_CHUNK` at a time, and their weighted sum.
+
+    Args:
+        params, head, final, normalizer, labels: as `slot_terms` takes them. states: hidden `[D, S]`, vectors `[r, S]`.
+        weights: of CE and of the l1 distance, `[S]` each; None leaves the term out of the sum, and its gradient undone.
+
+    Returns:
+        The sum, float32 `[]`, whose gradient reaches `states` and `markov.w2` only; the terms carry none.
+    """
     rows = labels.shape[0]
     padding = -rows % _CHUNK
 
@@ -123,13 +140,48 @@ def all_slot_terms(params: Params, head: Array, states: BlockStates, final, norm
         shape = (*x.shape[:-1], (rows + padding) // _CHUNK, _CHUNK)  # no -1: vectors may have no rows at all
         return jnp.moveaxis(flat.reshape(shape), -2, 0)  # [C, ..., chunk]
 
-    chunks = (chunked(states.hidden), chunked(states.vectors), chunked(final), chunked(normalizer), chunked(labels, -1))
+    final = jnp.pad(final, ((0, padding), (0, 0))).reshape(-1, _CHUNK, final.shape[1])  # [C, chunk, D]
+    fixed = (final, chunked(normalizer), chunked(labels, -1), tuple(chunked(w) for w in weights))
+    w2 = params["markov"]["w2"] if states.vectors.shape[0] else None
+    total, terms = _chunk_sums(w2, chunked(states.hidden), chunked(states.vectors), head, fixed)
+    return total, SlotTerms(*(jax.lax.stop_gradient(x.reshape(-1)[:rows]) for x in terms))
 
-    @jax.checkpoint
-    def body(chunk: tuple) -> SlotTerms:
-        return slot_terms(params, head, *chunk)
 
-    return SlotTerms(*(x.reshape(-1)[:rows] for x in jax.lax.map(body, chunks)))
+@jax.custom_vjp
+def _chunk_sums(w2: Array | None, hidden: Array, vectors: Array, head: Array, fixed: tuple) -> tuple[Array, SlotTerms]:
+    """Weighted sum over C chunks `[C, ..., chunk]`, and their terms `[C, chunk]`."""
+    sums, terms = jax.lax.map(lambda x: _chunk_sum(w2, x[0], x[1], head, x[2]), (hidden, vectors, fixed))
+    return jnp.sum(sums), terms
+
+
+def _chunk_sums_forward(w2: Array | None, hidden: Array, vectors: Array, head: Array, fixed: tuple) -> tuple:
+    """`_chunk_sums`, and as residuals its gradients."""
+    grad = jax.value_and_grad(_chunk_sum, argnums=(0, 1, 2), has_aux=True)
+
+    def body(dw2: Array | None, chunk: tuple) -> tuple:
+        (value, terms), (step, *grads) = grad(w2, chunk[0], chunk[1], head, chunk[2])
+        return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), dw2, step), (value, terms, grads)
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), w2)
+    scanned: tuple = jax.lax.scan(body, zeros, (hidden, vectors, fixed))
+    dw2, (sums, terms, grads) = scanned
+    dw2 = jax.tree.map(lambda x, y: x.astype(y.dtype), dw2, w2)
+    return (jnp.sum(sums), terms), (dw2, *grads)
+
+
+def _chunk_sums_backward(grads: tuple, cotangent: tuple[Array, SlotTerms]) -> tuple:
+    return (*jax.tree.map(lambda x: (x * cotangent[0]).astype(x.dtype), grads), None, None)
+
+
+_chunk_sums.defvjp(_chunk_sums_forward, _chunk_sums_backward)
+
+
+def _chunk_sum(w2: Array | None, hidden: Array, vectors: Array, head: Array, fixed: tuple) -> tuple[Array, SlotTerms]:
+    """Weighted sum of one chunk, and its terms."""
+    final, normalizer, labels, weights = fixed
+    terms = slot_terms({"markov": {"w2": w2}}, head, hidden, vectors, final, normalizer, labels)
+    pairs = zip(weights, (terms.ce, terms.l1), strict=True)
+    return sum((jnp.sum(w * x) for w, x in pairs if w is not None), jnp.zeros(())), terms
 
 
 def position_weights(supervised: Array, decay: float) -> Array:
@@ -163,11 +215,11 @@ def block_loss(
     targets = block_targets(batch.input_ids, batch.loss_mask, anchors, keep, config.block_size)
     features = batch.features.astype(compute_dtype)
     states = block_forward(params, frozen["embed"], config, features, anchors, keep, targets)
-    terms = _slot_terms_of_batch(params, frozen, states, batch, targets)
     shape = targets.labels.shape
-    ce, l1, in_vocab = (x.reshape(shape) for x in terms)
     weights = position_weights(targets.supervised.astype(jnp.float32), loss.decay)  # [N, A, K]
-    accept = jax.lax.stop_gradient(jnp.clip(1 - 0.5 * l1, 0.0, 1.0))
+    total, terms = _slot_terms_of_batch(params, frozen, states, batch, targets, loss, weights)
+    ce, l1, in_vocab = (x.reshape(shape) for x in terms)
+    accept = jnp.clip(1 - 0.5 * l1, 0.0, 1.0)
     sums = {
         "ce_loss": (jnp.sum(ce * weights * in_vocab), jnp.sum(weights * in_vocab)),
         "l1_loss": (jnp.sum(l1 * weights), jnp.sum(weights)),
@@ -177,17 +229,30 @@ def block_loss(
         confidence = confidence_logits(params, config, states.hidden, targets.prev_ids.reshape(-1)).reshape(shape)
         bce = jnp.maximum(confidence, 0) - confidence * accept + jnp.log1p(jnp.exp(-jnp.abs(confidence)))
         sums["confidence_loss"] = (jnp.sum(bce * weights), jnp.sum(weights))
+        total = total + loss.confidence * _mean(*sums["confidence_loss"])
     scales = {"ce_loss": loss.ce, "l1_loss": loss.tv, "confidence_loss": loss.confidence}
     sums = {name: pair for name, pair in sums.items() if scales[name] > 0}
-    total = sum((scales[name] * num / (den + _EPS) for name, (num, den) in sums.items()), jnp.zeros(()))
     metrics = sums | slot_metrics(accept, targets, weights, confidence) | anchor_metrics(batch.loss_mask, targets, keep)
     return total, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
+def _mean(num: Array, den: Array) -> Array:
+    return num / (den + _EPS)
+
+
 def _slot_terms_of_batch(
-    params: Params, frozen: Params, states: BlockStates, batch: Batch, targets: BlockTargets
-) -> SlotTerms:
-    """Gathers the aligned target states and labels of all slots, and evaluates their terms."""
+    params: Params,
+    frozen: Params,
+    states: BlockStates,
+    batch: Batch,
+    targets: BlockTargets,
+    loss: LossConfig,
+    weights: Array,
+) -> tuple[Array, SlotTerms]:
+    """Gathers the aligned target states and labels of all slots; the loss of CE and TV, and the terms `[N * A * K]`.
+
+    `weights`: float32 `[N, A, K]`, of the positions.
+    """
     ids = draft_ids(frozen)
     length = batch.input_ids.shape[1]
     rows = jnp.arange(batch.input_ids.shape[0])[:, None, None] * length
@@ -202,7 +267,13 @@ def _slot_terms_of_batch(
         normalizer = jnp.take(everywhere, source)
         lookup = jnp.full(frozen["head"].shape[0], -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
         labels, head = jnp.take(lookup, labels), jnp.take(frozen["head"], ids, axis=0)
-    return all_slot_terms(params, head, states, jnp.take(flat, source, axis=0).T, normalizer, labels)
+    weights = weights.reshape(-1)
+    in_vocab = weights * (labels >= 0)
+    scaled = (
+        loss.ce * _mean(in_vocab, jnp.sum(in_vocab)) if loss.ce > 0 else None,
+        loss.tv * _mean(weights, jnp.sum(weights)) if loss.tv > 0 else None,
+    )
+    return all_slot_terms(params, head, states, take_rows(flat, source).T, normalizer, labels, scaled)
 
 
 def slot_metrics(accept: Array, targets: BlockTargets, weights: Array, confidence: Array | None) -> Metrics:
