@@ -28,6 +28,7 @@ from dspark_jax.drafters.backbone import block_states, ingest
 from dspark_jax.drafters.dspark import block_ids
 from dspark_jax.models import transformer
 from dspark_jax.models.attention import dense_packing
+from dspark_jax.models.layers import take_rows
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -220,7 +221,7 @@ def backbone_body(engine: Engine) -> Body:
 
     def body(target_params: Params, draft_params: Params, state: DecodeState, i: Array) -> DecodeState:
         ids = block_ids(state.anchor, config.block_size, config.mask_token_id).reshape(-1)
-        x = jnp.take(draft_params["embed"], ids, axis=0).T.astype(jnp.float32)  # [D, K]
+        x = take_rows(draft_params["embed"], ids)  # [D, K]
         packing = dense_packing(1, config.block_size)
         hidden, cache = block_states(draft_params, config, state.draft_cache, x, state.start, packing)
         return state._replace(draft_cache=cache, anchor=jnp.argmax(hidden[:, -1]).astype(jnp.int32)[None])

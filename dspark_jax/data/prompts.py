@@ -183,27 +183,30 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | ValueErro
             yield number, row if isinstance(row, dict) else ValueError(f"{type(row).__name__}, must be a JSON object")
 
 
-def _hub_rows(name: str, split: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _hub_rows(name: str, config: str | None, split: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """(1-based row number, the prompt columns) of each row of a data set, streamed by the datasets library.
+
+    `config`: one of the set's configurations (subsets), None where it has only one.
 
     Other columns are not looked at: an "id" of the set need not be unique, a "seed" not ours.
     """
     import datasets
 
-    rows = datasets.load_dataset(name, split=split, streaming=True)
+    rows = datasets.load_dataset(name, config, split=split, streaming=True)
     return ((number, {key: row.get(key) for key in DATASET_COLUMNS}) for number, row in enumerate(rows, start=1))
 
 
 def _rows(source: str) -> tuple[str, tuple[str, ...], Iterator[tuple[int, Any]]]:
     """The stem for ids, the prompt fields to look for, and the numbered rows of a source."""
     if source.startswith(HUB_PREFIX):
-        name, _, split = source.removeprefix(HUB_PREFIX).partition(":")
+        place, _, split = source.removeprefix(HUB_PREFIX).partition(":")
+        name, _, config = place.partition("@")
         if not name:
-            raise ValueError(f"source {source!r}: must be hf:NAME or hf:NAME:SPLIT")
-        return Path(name).name, DATASET_COLUMNS, _hub_rows(name, split or "train")
+            raise ValueError(f"source {source!r}: must be hf:NAME, hf:NAME@CONFIG or either with :SPLIT")
+        return Path(name).name, DATASET_COLUMNS, _hub_rows(name, config or None, split or "train")
     path = Path(source)
     if not path.is_file():
-        raise FileNotFoundError(f"prompt file {source}: not found, must be a JSONL file or hf:NAME[:SPLIT]")
+        raise FileNotFoundError(f"prompt file {source}: not found, must be a JSONL file or hf:NAME[@CONFIG][:SPLIT]")
     return path.stem, PROMPT_FIELDS, _jsonl_rows(path)
 
 
@@ -213,8 +216,8 @@ def iter_prompts(
     """Prompts of a source one by one, for sources too large to hold.
 
     Args:
-        source: a JSONL file, or "hf:NAME[:SPLIT]" (split "train" if not given) through the datasets library; there the
-            columns conversations, messages, turns, prompt, question are looked for, and nothing else is read.
+        source: a JSONL file, or "hf:NAME[@CONFIG][:SPLIT]" (split "train" if not given; CONFIG is a subset of the data
+            set, as `main` of openai/gsm8k) through the datasets library; there the columns conversations, messages, turns, prompt, question are looked for, and nothing else is read.
         line_filter: "all", "odd" or "even" 1-based lines (blank lines count). A split without a second file: train on
             the odd lines, measure on the even ones.
         limit: stop after so many prompts; None reads all.

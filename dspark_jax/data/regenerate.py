@@ -35,7 +35,7 @@ class RegenerateSettings:
 
     Attributes:
         output: JSONL file of records, appended to.
-        prompts: JSONL files or hf:NAME[:SPLIT]. line_filter: all, odd or even (1-based lines).
+        prompts: JSONL files or hf:NAME[@CONFIG][:SPLIT]. line_filter: all, odd or even (1-based lines).
         self_prompts: user turns that the target writes itself, beside those read.
         target: folder, GGUF file or hub id; the embedded default without.
         temperatures: one answer per prompt at each. top_p, top_k: filters of all answers.

@@ -159,8 +159,8 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
 def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def load_dataset(name: str, *, split: str, streaming: bool) -> list[dict]:
-        asked.append((name, split, streaming))
+    def load_dataset(name: str, config: str | None, *, split: str, streaming: bool) -> list[dict]:
+        asked.append((name, config, split, streaming))
         return [
             {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "id": 7, "seed": "x"},
             {"messages": None, "conversations": None, "question": "q"},
@@ -172,13 +172,13 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(ValueError, match="hf:org/set, line 3: conversations: no user message"):
         read_prompts("hf:org/set")
-    got = read_prompts("hf:org/set:test", skip_bad=True)
+    got = read_prompts("hf:org/set@main:test", skip_bad=True)
     assert [(record.id, record.prompt_text, record.sampling) for record in got] == [
         ("set:1", "a", {}),
         ("set:2", "q", {}),
         ("set:4", "c", {}),
     ]
-    assert asked == [("org/set", "train", True), ("org/set", "test", True)]
+    assert asked == [("org/set", None, "train", True), ("org/set", "main", "test", True)]
 
 
 @pytest.mark.filterwarnings("ignore")  # of the datasets library and what it loads
