@@ -217,7 +217,8 @@ def iter_prompts(
 
     Args:
         source: a JSONL file, or "hf:NAME[@CONFIG][:SPLIT]" (split "train" if not given; CONFIG is a subset of the data
-            set, as `main` of openai/gsm8k) through the datasets library; there the columns conversations, messages, turns, prompt, question are looked for, and nothing else is read.
+            set, as `main` of openai/gsm8k) through the datasets library; there the columns conversations, messages,
+            turns, prompt, question are looked for, and nothing else is read.
         line_filter: "all", "odd" or "even" 1-based lines (blank lines count). A split without a second file: train on
             the odd lines, measure on the even ones.
         limit: stop after so many prompts; None reads all.
