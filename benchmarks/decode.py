@@ -21,7 +21,7 @@ from common import Case, Samples, load_models, machine, measure, of_turns, rando
 from dspark_jax.checkpoints.load import Drafter, Target
 from dspark_jax.data.prompts import read_prompts
 from dspark_jax.decoding.generate import Completion, Generator, Request, _run_rounds
-from dspark_jax.decoding.sampling import SamplingParams
+from dspark_jax.decoding.sampling import SamplingParams, best_token
 from dspark_jax.decoding.state import DecodeState, Engine, init_state, mask_padding
 from dspark_jax.decoding.step import draft
 from dspark_jax.drafters.backbone import block_states, ingest
@@ -191,7 +191,7 @@ def verify_body(engine: Engine, rows: int) -> Body:
             target_params, engine.target, state.target_cache, ids, state.start, packing, engine.capture
         )
         logits = mask_padding(transformer.logits(target_params, hidden.final), engine.target)  # [V, B]
-        best = jnp.argmax(logits, axis=0).astype(jnp.int32)
+        best = best_token(logits)
         return state._replace(target_cache=cache, tokens=state.tokens.at[0, :rows].set(best))
 
     return body

@@ -16,6 +16,7 @@ from dspark_jax.decoding.sampling import (
     DRAW_ACCEPT,
     DRAW_DRAFT,
     DRAW_TARGET,
+    best_token,
     categorical,
     distribution,
     uniforms,
@@ -53,7 +54,7 @@ def draft(draft_params: Params, state: DecodeState, engine: Engine) -> Proposal:
 
     def draw(logits: Array, slot: Array) -> tuple[Array, Array, Array]:
         if engine.mode == "greedy":
-            best = jnp.argmax(logits, axis=0).astype(jnp.int32)
+            best = best_token(logits)
             return best, jnp.ones((requests,)), jnp.zeros((0, requests))
         probs = distribution(logits, state.sampling, engine.mode)  # [Vd, R]
         token = categorical(probs, uniforms(state.sampling.key, state.start + 1 + slot, DRAW_DRAFT))
@@ -82,7 +83,7 @@ def judge(
 ) -> Verdict:
     """Applies the acceptance rule to the target's `logits [V, B]` of packed rows."""
     if engine.mode == "greedy":
-        best = unpack(jnp.argmax(logits, axis=0).astype(jnp.int32), packing.row)  # [R, S]
+        best = unpack(best_token(logits), packing.row)  # [R, S]
         return verify_greedy(best, proposal.tokens, lengths)
     target = distribution(logits, state.sampling.rows(packing.request), engine.mode)  # [V, B]
     requests, block = proposal.tokens.shape

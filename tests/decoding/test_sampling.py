@@ -16,6 +16,7 @@ from dspark_jax.decoding.sampling import (
     DRAW_TARGET,
     Sampling,
     SamplingParams,
+    best_token,
     categorical,
     distribution,
     filter_probs,
@@ -25,6 +26,15 @@ from dspark_jax.decoding.sampling import (
 run_filter = jax.jit(filter_probs)
 run_categorical = jax.jit(categorical)
 VOCAB = 11
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([1, 63, 64, 65, 300]), st.integers(0, 2**31))
+def test_best_token_is_the_first_argmax(vocab: int, seed: int) -> None:
+    logits = np.random.default_rng(seed).integers(-3, 3, (vocab, 4)).astype(np.float32)  # full of ties
+    logits[:, 0] = -np.inf
+    logits[seed % vocab, 0] = -100.0
+    np.testing.assert_array_equal(jax.jit(best_token)(logits), np.argmax(logits, axis=0))
 
 
 def make_sampling(temperature: float, top_p: float, top_k: int, min_p: float, rows: int = 1) -> Sampling:
