@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.models.cache import LayerCache, write
+from dspark_jax.models.platform import for_cpu
 
 Array = jax.Array
 _MASKED = -1e30
@@ -58,7 +59,7 @@ def pack(x: Array, packing: Packing) -> Array:
 
 def _scores(rows: Array, k: Array) -> Array:
     """`rows [Z, m, hd]` against keys `[Z, T, hd]`: float32 `[Z, m, T]`."""
-    if rows.shape[1] > _FEW_ROWS or jax.default_backend() != "cpu":
+    if rows.shape[1] > _FEW_ROWS or not for_cpu():
         return jnp.einsum("zmh,zth->zmt", rows, k, preferred_element_type=jnp.float32)
     # With few rows CPUs read the keys faster as the left operand; the barrier keeps the compiler from swapping them.
     by_key = jnp.einsum("zth,zhm->ztm", k, jnp.swapaxes(rows, 1, 2), preferred_element_type=jnp.float32)
@@ -71,7 +72,7 @@ def _total(weights: Array) -> Array:
 
     See `layers.rms_norm`: a verified token must get the same rounding as one of plain decoding.
     """
-    if jax.default_backend() != "cpu":
+    if not for_cpu():
         return jnp.sum(weights, axis=-1, keepdims=True)
     rows = weights.reshape(-1, weights.shape[-1])
     return (rows @ jnp.ones((rows.shape[1], 2)))[:, :1].reshape(*weights.shape[:-1], 1)
@@ -88,7 +89,7 @@ def softmax_attention(q: Array, k: Array, v: Array, visible: Array, scale: float
     Returns:
         float32 `[R, G, Q, S, hd]`.
     """
-    if q.shape[0] == q.shape[3] == 1 and jax.default_backend() == "cpu":  # one row rounds differently from two
+    if q.shape[0] == q.shape[3] == 1 and for_cpu():  # one row rounds differently from two
         twice = jnp.repeat(q, 2, axis=3), jnp.repeat(visible, 2, axis=-2)
         return softmax_attention(twice[0], k, v, twice[1], scale)[..., :1, :]
     requests, groups, per_group, slots, head_dim = q.shape

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.models.config import RopeConfig
+from dspark_jax.models.platform import for_cpu
 
 Array = jax.Array
 _FEW_ROWS = 64  # rows up to which a step decodes or verifies; beyond are prefills and training
@@ -40,7 +41,7 @@ def _matmul(weight: Array, x: Array) -> Array:
     if rows == 1 and weight.dtype == jnp.bfloat16:
         # One bf16 row misses the matrix units of CPUs (8 times slower here than two rows).
         x = jnp.pad(x, ((0, 0), (0, 1)))
-    if rows == 1 and weight.dtype == jnp.float32 and jax.default_backend() == "cpu":
+    if rows == 1 and weight.dtype == jnp.float32 and for_cpu():
         return dot(x.reshape(1, -1), weight, 1).reshape(-1, 1)  # faster for one row, by 5 % with jax 0.10
     return dot(weight, row_major(x), 0)[:, :rows]
 
@@ -56,7 +57,7 @@ def row_major(x: Array) -> Array:
     XLA's CPU compiler turns a bf16 product into a float32 one, weights included, unless both operands are row-major and
     the left one is contracted over its last axis (4 times slower here); a transposed array upstream is enough for that.
     """
-    if x.dtype != jnp.bfloat16 or jax.default_backend() != "cpu":
+    if x.dtype != jnp.bfloat16 or not for_cpu():
         return x
     return jax.lax.optimization_barrier(x.reshape(-1)).reshape(x.shape)
 
@@ -98,7 +99,7 @@ linear_rows.defvjp(_linear_rows_forward, _linear_rows_backward)
 
 def take_rows(table: Array, ids: Array) -> Array:
     """Rows `ids [B]` of `table [V, D]` as columns: float32 `[D, B]`."""
-    if table.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+    if table.dtype == jnp.bfloat16 and for_cpu():
         # The CPU compiler gathers no bf16, and would convert the whole table; the barrier keeps it from doing so once
         # per call, outside the loop over rounds, so that it fuses the conversion with the gather.
         table, ids = jax.lax.optimization_barrier((table, ids))
@@ -128,7 +129,7 @@ def _sum_squares(x: Array) -> Array:
 
 def head_norm(x: Array, weight: Array, eps: float) -> Array:
     """RMSNorm of each head: `x [..., hd, B]` over its next to last axis, scaled by `weight [hd]`; float32 out."""
-    fixed_order = weight.dtype == jnp.bfloat16 and x.shape[-1] <= _FEW_ROWS and jax.default_backend() == "cpu"
+    fixed_order = weight.dtype == jnp.bfloat16 and x.shape[-1] <= _FEW_ROWS and for_cpu()
     squares = _sum_squares(x) if fixed_order else jnp.sum(jnp.square(x), axis=-2, keepdims=True)
     scale = jax.lax.rsqrt(squares / x.shape[-2] + eps)
     return x * scale * weight.astype(jnp.float32)[:, None]

@@ -20,6 +20,7 @@ from dspark_jax.models.attention import Packing, cached_attention, causal_attent
 from dspark_jax.models.cache import LayerCache, init_cache
 from dspark_jax.models.config import TransformerConfig
 from dspark_jax.models.layers import gated_mlp, head_norm, linear, rms_norm, rope_tables, rotate, take_rows
+from dspark_jax.models.platform import for_cpu
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -121,7 +122,7 @@ def extend(
         `Hidden` with B rows, and the new cache.
     """
     rows = ids.shape[0]
-    if rows == 1 and params["embed"].dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+    if rows == 1 and params["embed"].dtype == jnp.bfloat16 and for_cpu():
         # The same row twice: one row alone is compiled to other rounding than more of them, and plain decoding shall
         # give, bit for bit, what verification gives; bf16 products of one row are slow on CPUs anyway.
         ids = jnp.repeat(ids, 2)

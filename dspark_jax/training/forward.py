@@ -19,6 +19,7 @@ from dspark_jax.drafters.backbone import project_kv, run_block
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.drafters.heads import teacher_forced_vectors
 from dspark_jax.models.layers import linear_rows, rms_norm, rope_tables, row_major, take_rows
+from dspark_jax.models.platform import for_cpu
 from dspark_jax.training.anchors import BlockTargets
 
 Array = jax.Array
@@ -149,7 +150,7 @@ def _attention(q: Array, k: Array, v: Array, context_k: Array, context_v: Array,
 
 def _each_sequence(attend: Callable, parts: tuple) -> tuple:
     """`attend` on the parts of each sequence: one after the other on CPUs, together where sequences are spread out."""
-    return jax.lax.map(attend, parts) if jax.default_backend() == "cpu" else jax.vmap(attend)(parts)
+    return jax.lax.map(attend, parts) if for_cpu() else jax.vmap(attend)(parts)
 
 
 def _attention_forward(*args: Any) -> tuple[Array, tuple]:

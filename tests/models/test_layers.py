@@ -11,6 +11,7 @@ import pytest
 
 from dspark_jax.models.config import RopeConfig, rope_from_hf
 from dspark_jax.models.layers import gated_mlp, head_norm, linear, rms_norm, rope_frequencies, rope_tables, rotate
+from dspark_jax.models.platform import compiling_for
 
 
 def turns(dimension: float, rope: RopeConfig, head_dim: int) -> float:
@@ -159,3 +160,13 @@ def test_linear(rows, dtype):
     np.testing.assert_allclose(ours, want, atol=1e-5)
     out = linear(jnp.swapaxes(weight, 0, 3), jax.random.normal(jax.random.key(0), (6, rows)))
     assert out.shape == (4, 2, 3, rows)
+
+
+def test_compiling_for_another_platform_leaves_the_rules_of_cpus() -> None:
+    weight, x = jnp.ones((4, 3), jnp.bfloat16), jnp.ones((3, 2))
+    traced = lambda: str(jax.make_jaxpr(lambda w, x: linear(w, x))(weight, x))  # noqa: E731
+    with compiling_for("cpu"):
+        assert "optimization_barrier" in traced()
+        with compiling_for("tpu"):
+            assert "optimization_barrier" not in traced()
+        assert "optimization_barrier" in traced()
