@@ -4,7 +4,8 @@ Data: answers that the target itself gave, to odd lines of the benchmark prompts
     dspark data --output runs/smollm2/records.jsonl --line-filter odd --max-tokens 176 --max-prompt-tokens 204 \
         --prompts gsm8k.jsonl math500.jsonl mbpp.jsonl humaneval.jsonl mt-bench.jsonl arena-hard-v2.jsonl aime25.jsonl
     dspark data --output runs/smollm2/self.jsonl --self-prompts 220 --max-tokens 176 --max-prompt-tokens 204 --seed 11
-Expected: @EXPECTED@
+(2,685 and 338 answers, 0.49 M tokens: both were stopped, not finished.)
+Expected: accepted length about 2.2 on held-out GSM8K prompts at temperature 0 after these 1,900 steps (1.46 M blocks).
 Cost: the cache takes 7 kB a token, and 0.4 to 0.7 ms of computing; a step 1.4 seconds on two CPU cores with bf16 matrix
 units (GLIBC_TUNABLES=glibc.malloc.hugetlb=1 saves some 8 % of it on Linux). The data took an hour there.
 Command: python train.py --config configs/dspark_smollm2_135m.py
