@@ -20,9 +20,15 @@ Array = jax.Array
 Params = dict[str, Any]
 
 
-def context_features(params: Params, config: DrafterConfig, features: Array) -> Array:
-    """H_ctx, float32 `[D, B]`, from the target's captured layers `features [m * D, B]`."""
-    return rms_norm(linear(params["fc"], features), params["hidden_norm"], config.rms_norm_eps)
+def context_features(
+    params: Params, config: DrafterConfig, features: Array, product: Callable[[Array, Array], Array] = linear
+) -> Array:
+    """H_ctx, float32 `[D, B]`, from the target's captured layers `features`.
+
+    Args:
+        features: `[m * D, B]`, or `[B, m * D]` with `linear_rows` as the `product`.
+    """
+    return rms_norm(product(params["fc"], features), params["hidden_norm"], config.rms_norm_eps)
 
 
 def project_kv(layer: Params, config: DrafterConfig, x: Array, tables: tuple[Array, Array]) -> tuple[Array, Array]:

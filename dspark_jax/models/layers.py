@@ -9,6 +9,7 @@ accumulate in float32; the residual stream, norms, softmax and RoPE stay in floa
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -31,19 +32,24 @@ def linear(weight: Array, x: Array, num_inputs: int = 1) -> Array:
     outputs = weight.shape[: weight.ndim - num_inputs]
     rows = x.shape[-1]
     matrix = weight.reshape(math.prod(outputs), -1)
-    return _matmul(matrix, x.astype(weight.dtype).reshape(-1, rows)).reshape(*outputs, rows)
+    return _matmul(matrix, x.astype(weight.dtype).reshape(-1, rows), 0).reshape(*outputs, rows)
 
 
-@jax.custom_vjp
-def _matmul(weight: Array, x: Array) -> Array:
-    """`weight [o, i] @ x [i, B]`, operands of one dtype, float32 out."""
-    rows = x.shape[1]
-    if rows == 1 and weight.dtype == jnp.bfloat16:
+def linear_rows(weight: Array, x: Array) -> Array:
+    """`weight [o, i]` on rows `x [B, i]` (cast to the weight's dtype): float32 `[o, B]`, without a transpose of `x`."""
+    return _matmul(weight, x.astype(weight.dtype), 1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(weight: Array, x: Array, axis: int) -> Array:
+    """`weight [o, i]` with axis `axis` of `x` (`[i, B]` or `[B, i]`), operands of one dtype, float32 `[o, B]` out."""
+    rows = x.shape[1 - axis]
+    if axis == 0 and rows == 1 and weight.dtype == jnp.bfloat16:
         # One bf16 row misses the matrix units of CPUs (8 times slower here than two rows).
         x = jnp.pad(x, ((0, 0), (0, 1)))
-    if rows == 1 and weight.dtype == jnp.float32 and for_cpu():
+    if axis == 0 and rows == 1 and weight.dtype == jnp.float32 and for_cpu():
         return dot(x.reshape(1, -1), weight, 1).reshape(-1, 1)  # faster for one row, by 5 % with jax 0.10
-    return dot(weight, row_major(x), 0)[:, :rows]
+    return dot(weight, row_major(x), axis)[:, :rows]
 
 
 def dot(a: Array, b: Array, axis_b: int) -> Array:
@@ -62,50 +68,36 @@ def row_major(x: Array) -> Array:
     return jax.lax.optimization_barrier(x.reshape(-1)).reshape(x.shape)
 
 
-def _matmul_forward(weight: Array, x: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _matmul(weight, x), (weight, x)
+def _matmul_forward(weight: Array, x: Array, axis: int) -> tuple[Array, tuple[Array, Array]]:
+    return _matmul(weight, x, axis), (weight, x)
 
 
-def _matmul_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+def _matmul_backward(axis: int, saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
     """Gradients by products of the weights' dtype too: a float32 cotangent would take them off the matrix units."""
     weight, x = saved
     cotangent = row_major(cotangent.astype(weight.dtype))  # [o, B]
-    dx = dot(row_major(weight.T), cotangent, 0)
-    return dot(cotangent, row_major(x), 1).astype(weight.dtype), dx.astype(x.dtype)
+    left, right = (weight, cotangent) if axis == 0 else (cotangent, weight)
+    dx = dot(row_major(left.T), right, 0)  # [i, B] or [B, i]
+    return dot(cotangent, row_major(x), 1 - axis).astype(weight.dtype), dx.astype(x.dtype)
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-@jax.custom_vjp
-def linear_rows(weight: Array, x: Array) -> Array:
-    """`weight [o, i]` on rows `x [B, i]` (cast to the weight's dtype): float32 `[o, B]`, without a transpose of `x`."""
-    return dot(weight, row_major(x.astype(weight.dtype)), 1)
-
-
-def _linear_rows_forward(weight: Array, x: Array) -> tuple[Array, tuple[Array, Array]]:
-    return linear_rows(weight, x), (weight, x)
-
-
-def _linear_rows_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
-    weight, x = saved
-    cotangent = row_major(cotangent.astype(weight.dtype))  # [o, B]
-    dx = dot(row_major(cotangent.T), weight, 0)
-    return dot(cotangent, row_major(x.astype(weight.dtype)), 0).astype(weight.dtype), dx.astype(x.dtype)
-
-
-linear_rows.defvjp(_linear_rows_forward, _linear_rows_backward)
-
-
-def take_rows(table: Array, ids: Array) -> Array:
-    """Rows `ids [B]` of `table [V, D]` as columns: float32 `[D, B]`."""
+def gather_rows(table: Array, ids: Array) -> Array:
+    """Rows `ids [B]` of `table [V, D]`, as they are: `[B, D]`."""
     if table.dtype == jnp.bfloat16 and for_cpu():
         # The CPU compiler gathers no bf16, and would convert the whole table; the barrier keeps it from doing so once
         # per call, outside the loop over rounds, so that it fuses the conversion with the gather.
         table, ids = jax.lax.optimization_barrier((table, ids))
         bits = jnp.take(jax.lax.bitcast_convert_type(table, jnp.uint16), ids, axis=0)
-        return jax.lax.bitcast_convert_type(bits, jnp.bfloat16).T.astype(jnp.float32)
-    return jnp.take(table, ids, axis=0).T.astype(jnp.float32)
+        return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+    return jnp.take(table, ids, axis=0)
+
+
+def take_rows(table: Array, ids: Array) -> Array:
+    """Rows `ids [B]` of `table [V, D]` as columns: float32 `[D, B]`."""
+    return gather_rows(table, ids).T.astype(jnp.float32)
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:

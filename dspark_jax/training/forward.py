@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dspark_jax.drafters.backbone import project_kv, run_block
+from dspark_jax.drafters.backbone import context_features, project_kv, run_block
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.drafters.heads import teacher_forced_vectors
-from dspark_jax.models.layers import linear_rows, rms_norm, rope_tables, row_major, take_rows
+from dspark_jax.models.layers import linear_rows, rope_tables, row_major, take_rows
 from dspark_jax.models.platform import for_cpu
 from dspark_jax.training.anchors import BlockTargets
 
@@ -54,8 +54,7 @@ def block_forward(
     """
     sequences, length = features.shape[:2]
     blocks, slots = anchors.shape[1], config.block_size
-    mixed = linear_rows(params["fc"], features.reshape(sequences * length, -1))
-    context = rms_norm(mixed, params["hidden_norm"], config.rms_norm_eps)  # [D, N * T]
+    context = context_features(params, config, features.reshape(sequences * length, -1), linear_rows)  # [D, N * T]
     context_tables = rope_tables(config.rope, config.head_dim, jnp.tile(jnp.arange(length), sequences))
     first = jnp.where(keep, targets.prev_ids[..., 0], config.mask_token_id)
     masks = jnp.full((sequences, blocks, slots - 1), config.mask_token_id, first.dtype)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.drafters.heads import confidence_logits, markov_bias
-from dspark_jax.models.layers import linear, linear_rows, take_rows
+from dspark_jax.models.layers import gather_rows, linear, linear_rows
 from dspark_jax.training.anchors import BlockTargets, block_targets
 from dspark_jax.training.forward import BlockStates, block_forward
 
@@ -273,7 +273,7 @@ def _slot_terms_of_batch(
         loss.ce * _mean(in_vocab, jnp.sum(in_vocab)) if loss.ce > 0 else None,
         loss.tv * _mean(weights, jnp.sum(weights)) if loss.tv > 0 else None,
     )
-    return all_slot_terms(params, head, states, take_rows(flat, source).T, normalizer, labels, scaled)
+    return all_slot_terms(params, head, states, gather_rows(flat, source), normalizer, labels, scaled)
 
 
 def slot_metrics(accept: Array, targets: BlockTargets, weights: Array, confidence: Array | None) -> Metrics:
