@@ -20,7 +20,7 @@ from common import Case, Samples, load_models, machine, measure, of_turns, rando
 
 from dspark_jax.checkpoints.load import Drafter, Target
 from dspark_jax.data.prompts import read_prompts
-from dspark_jax.decoding.generate import Completion, Generator, Request, _run_rounds
+from dspark_jax.decoding.generate import Completion, Generator, Request, _run_rounds, capacity_for
 from dspark_jax.decoding.sampling import SamplingParams, best_token
 from dspark_jax.decoding.state import DecodeState, Engine, init_state, mask_padding
 from dspark_jax.decoding.step import draft
@@ -137,7 +137,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         reach = max(self.rounds * 8, self.rounds * self.engine.slots) + max(ROWS)
-        capacity = -(-(self.context + reach) // 128) * 128  # the same with and without a drafter of 7 tokens
+        capacity = capacity_for(self.context + reach)  # as generation would grow it, with and without a drafter alike
         self.holder["state"] = init_state(self.engine, 1, capacity, reach)
 
     def take(self) -> DecodeState:
@@ -152,10 +152,10 @@ class Loop:
         """The program that `Generator` runs."""
 
         def call() -> DecodeState:
-            rounds = jnp.int32(self.rounds)
+            rounds, until_free = jnp.int32(self.rounds), jnp.bool_(False)
             state = _run_rounds(
-                self.target_params, self.draft_params, self.take(), rounds,
-                engine=self.engine, buckets=buckets, until_free=False,
+                self.target_params, self.draft_params, self.take(), rounds, until_free,
+                engine=self.engine, buckets=buckets,
             )  # fmt: skip
             self.holder["state"] = state
             return state.tokens

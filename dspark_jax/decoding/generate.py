@@ -17,7 +17,7 @@ import numpy as np
 
 from dspark_jax.decoding.sampling import Mode, Sampling, SamplingParams
 from dspark_jax.decoding.schedule import Schedule, buckets_for
-from dspark_jax.decoding.state import DecodeState, Engine, NewRequests, admit, init_state
+from dspark_jax.decoding.state import DecodeState, Engine, NewRequests, admit, init_state, prefill, with_capacity
 from dspark_jax.decoding.step import run_rounds
 from dspark_jax.drafters.dspark import bind
 from dspark_jax.models.transformer import head_weight
@@ -25,10 +25,13 @@ from dspark_jax.models.transformer import head_weight
 _SHORTEST = 32  # prompts are padded to powers of two from here on, tokens
 _CAPACITY_STEP = 128  # cache capacities are multiples of this, tokens
 _MARGIN = 32  # positions beyond the longest request, for the rows of the last step
+_GROUP = 8  # prompts of one padded length that are prefilled together, where so many wait
+_SMALLEST = 256  # caches begin with this capacity and grow, by a half or a third each time
 _MODES: tuple[Mode, ...] = ("greedy", "plain", "filtered")
 
+_prefill = jax.jit(prefill, static_argnames=("engine",))
 _admit = jax.jit(admit, static_argnames=("engine",), donate_argnames=("state",))
-_run_rounds = jax.jit(run_rounds, static_argnames=("engine", "buckets", "until_free"), donate_argnames=("state",))
+_run_rounds = jax.jit(run_rounds, static_argnames=("engine", "buckets"), donate_argnames=("state",))
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class _Slot:
 
     request: Request
     began: float
+    length: int = 1  # tokens generated, when the host last looked
     sent: int = 0
     cancelled: bool = False
 
@@ -85,6 +89,14 @@ class _Counts:
     active: np.ndarray
     stopped: np.ndarray
     counters: Any
+
+
+def capacity_for(tokens: int) -> int:
+    """The cache capacity that a program is compiled for: 256, 384, 512, 768, 1024, 1536 ... tokens."""
+    size = _SMALLEST
+    while size < tokens:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size
 
 
 def padded_length(tokens: int) -> int:
@@ -176,11 +188,18 @@ class Generator:
             requests: read in windows; longest prompts are not waited for.
             on_tokens: called with a request's id and its newly committed tokens; returning True ends that request.
         """
+        return self._run(requests, on_tokens).completions()
+
+    def warm_up(self, requests: Iterable[Request]) -> None:
+        """Compiles what generating for `requests` will need; generates nothing."""
+        self._run(requests, None).warm_up()
+
+    def _run(self, requests: Iterable[Request], on_tokens: Callable[[str, list[int]], bool | None] | None) -> _Run:
         todo = list(requests)
         for request in todo:
             self.check(request)
         mode = _MODES[max((_MODES.index(r.sampling.mode) for r in todo), default=0)]
-        return _Run(self, self.engine(mode), todo, on_tokens).completions()
+        return _Run(self, self.engine(mode), todo, on_tokens)
 
 
 @dataclass
@@ -192,38 +211,80 @@ class _Run:
     queue: list[Request]
     on_tokens: Callable[[str, list[int]], bool | None] | None
     slots: dict[int, _Slot] = field(default_factory=dict)
+    numbered: int = 0  # requests admitted
 
     def completions(self) -> Iterator[Completion]:
         g = self.generator
         max_tokens = max((self.limit(r) for r in self.queue), default=1)
-        longest = max((len(r.prompt_ids) + self.limit(r) for r in self.queue), default=1)
-        capacity = max(self.capacity(longest), max((self.padded(r) for r in self.queue), default=1))
-        state = init_state(self.engine, g.batch_size, capacity, -(-max_tokens // 64) * 64, g.threshold)
-        self.numbered = 0
+        self.most = self.largest()
+        state = init_state(self.engine, g.batch_size, 0, -(-max_tokens // 64) * 64, g.threshold)
         while self.queue or self.slots:
-            state = self.refill(state)
+            state = self.fit(self.refill(state))
             rounds = g.stream_rounds if self.on_tokens else 1 << 30
-            until_free = bool(self.queue)
-            state = _run_rounds(
-                g.target.params,
-                g._draft_params,
-                state,
-                jnp.int32(rounds),
-                engine=self.engine,
-                buckets=g.buckets,
-                until_free=until_free,
-            )
+            state = self.rounds(state, rounds)
             counts = self.look(state)
+            for slot, work in self.slots.items():
+                work.length = int(counts.length[slot])
             state = self.stream(state, counts)
             yield from self.retire(counts)
+
+    def rounds(self, state: DecodeState, most: int) -> DecodeState:
+        """Up to `most` steps on the device; fewer where a slot could be refilled or the caches are too small."""
+        g = self.generator
+        return _run_rounds(
+            g.target.params,
+            g._draft_params,
+            state,
+            jnp.int32(most),
+            jnp.bool_(bool(self.queue)),
+            engine=self.engine,
+            buckets=g.buckets,
+        )
+
+    def warm_up(self) -> None:
+        """Compiles every program that the queue can need: for each prompt length, group and cache capacity."""
+        g = self.generator
+        most, longest = self.largest(), max((self.limit(r) for r in self.queue), default=1)
+        state = init_state(self.engine, g.batch_size, 0, -(-longest // 64) * 64, g.threshold)
+        groups = []
+        for size in sorted({self.padded(r) for r in self.queue}):
+            alike = [r for r in self.queue if self.padded(r) == size]
+            for count in (1, _GROUP) if len(alike) >= _GROUP <= g.batch_size else (1,):
+                new = self.new_requests(alike[:count], [g.batch_size] * count, size)  # nobody's slots
+                groups.append((size, new, _prefill(g.target.params, g._draft_params, new, engine=self.engine)))
+        capacities = [capacity_for(1)]
+        while capacities[-1] < most:
+            capacities.append(capacity_for(capacities[-1] + 1))
+        capacities = sorted({min(c, most) for c in capacities})
+        for i, capacity in enumerate(capacities):
+            for smaller in (0, *capacities[:i]):  # changes of size, both ways
+                state = with_capacity(with_capacity(state, smaller), capacity)
+            for size, new, ready in groups:
+                if size <= capacity:
+                    state = _admit(state, new, ready, engine=self.engine)
+            state = self.rounds(state, 0)
+        jax.block_until_ready(state)
 
     def limit(self, request: Request) -> int:
         """Tokens that this request may generate: its own limit, within the target's context."""
         return min(request.sampling.max_tokens, self.generator.target.config.max_positions - len(request.prompt_ids))
 
-    def capacity(self, tokens: int) -> int:
-        """Cache positions for `tokens`; with and without a drafter the same, so that sums over them round the same."""
-        return -(-(tokens + max(self.engine.slots, _MARGIN)) // _CAPACITY_STEP) * _CAPACITY_STEP
+    def largest(self) -> int:
+        """Cache positions that the longest request of the queue can come to need."""
+        longest = max((len(r.prompt_ids) + self.limit(r) for r in self.queue), default=1)
+        longest = longest + max(self.engine.slots, _MARGIN)
+        return max(-(-longest // _CAPACITY_STEP) * _CAPACITY_STEP, *(self.padded(r) for r in self.queue), 1)
+
+    def fit(self, state: DecodeState, prompt: int = 0) -> DecodeState:
+        """Caches with room for the next step of every slot at work, and for padded prompts of `prompt` tokens.
+
+        Attention reads the whole of a cache, so caches grow with the texts. They shrink to half or less only, since each
+        change copies them.
+        """
+        ends = (len(w.request.prompt_ids) + w.length - 1 + self.engine.slots for w in self.slots.values())
+        wanted = min(capacity_for(max(prompt, *ends, 1)), self.most)
+        now = state.target_cache[0].keys.shape[1]
+        return state if wanted == now or now // 2 < wanted < now else with_capacity(state, wanted)
 
     def padded(self, request: Request) -> int:
         return padded_length(len(request.prompt_ids))
@@ -235,14 +296,15 @@ class _Run:
         while free and self.queue:
             size = self.padded(self.queue[0])
             alike = [i for i, r in enumerate(self.queue[: len(free)]) if self.padded(r) == size]
-            alike = alike[: 8 if len(alike) >= 8 else 1]
+            alike = alike[: _GROUP if len(alike) >= _GROUP else 1]
             group = [self.queue[i] for i in alike]
             self.queue = [r for i, r in enumerate(self.queue) if i not in alike]
             slots = [free.pop(0) for _ in group]
-            new = self.new_requests(group, slots, size)
-            state = _admit(g.target.params, g._draft_params, state, new, engine=self.engine)
             now = time.perf_counter()
+            new = self.new_requests(group, slots, size)
+            ready = _prefill(g.target.params, g._draft_params, new, engine=self.engine)
             self.slots |= {slot: _Slot(request, now) for slot, request in zip(slots, group, strict=True)}
+            state = _admit(self.fit(state, size), new, ready, engine=self.engine)
         return state
 
     def new_requests(self, group: list[Request], slots: list[int], size: int) -> NewRequests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -135,13 +136,16 @@ def mask_padding(logits: Array, config: TransformerConfig) -> Array:
     return jnp.where(jnp.arange(config.vocab_size)[:, None] < config.num_tokens, logits, -jnp.inf)
 
 
-def admit(
-    target_params: Params, draft_params: Params, state: DecodeState, new: NewRequests, *, engine: Engine
-) -> DecodeState:
-    """Prefills P prompts and puts them into their slots, with the first token already sampled.
+class Prefilled(NamedTuple):
+    """P prompts after prefill: caches of the padded length, and the first sampled token `first [P]` (int32)."""
 
-    A slot keeps nothing of the request that had it before: its length restarts, and what lies beyond it is never read.
-    """
+    target_cache: tuple[LayerCache, ...]
+    draft_cache: tuple[LayerCache, ...]
+    first: Array
+
+
+def prefill(target_params: Params, draft_params: Params, new: NewRequests, *, engine: Engine) -> Prefilled:
+    """Runs target and drafter over P prompts, and samples each one's first token."""
     prompts, padded = new.ids.shape
     packing = dense_packing(prompts, padded)
     zero = jnp.zeros((prompts,), jnp.int32)
@@ -152,16 +156,24 @@ def admit(
     last = jnp.take(hidden.final, jnp.arange(prompts) * padded + new.lengths - 1, axis=1)  # [D, P]
     logits = mask_padding(transformer.logits(target_params, last), engine.target)
     first = choose(logits, new.sampling, new.lengths, engine.mode)  # [P]
-    draft_cache = state.draft_cache
+    context = ()
     if engine.drafter:
-        context = init_draft_cache(engine.drafter, prompts, padded, engine.cache_dtype)
-        context = ingest(draft_params, engine.drafter, context, hidden.features, zero, packing)
-        draft_cache = insert(draft_cache, context, new.slots)
+        empty = init_draft_cache(engine.drafter, prompts, padded, engine.cache_dtype)
+        context = ingest(draft_params, engine.drafter, empty, hidden.features, zero, packing)
+    return Prefilled(cache, context, first)
+
+
+def admit(state: DecodeState, new: NewRequests, ready: Prefilled, *, engine: Engine) -> DecodeState:
+    """Puts P prefilled requests into their slots.
+
+    A slot keeps nothing of the request that had it before: its length restarts, and what lies beyond it is never read.
+    """
+    first = ready.first
     stopped = is_stop(first, engine.stop_ids)
     put = lambda old, value: old.at[new.slots].set(value, mode="drop")  # noqa: E731
     return DecodeState(
-        target_cache=insert(state.target_cache, cache, new.slots),
-        draft_cache=draft_cache,
+        target_cache=insert(state.target_cache, ready.target_cache, new.slots),
+        draft_cache=insert(state.draft_cache, ready.draft_cache, new.slots) if engine.drafter else state.draft_cache,
         anchor=put(state.anchor, first),
         start=put(state.start, new.lengths),
         tokens=state.tokens.at[new.slots, 0].set(first, mode="drop"),
@@ -173,3 +185,24 @@ def admit(
         sampling=Sampling(*(put(a, b) for a, b in zip(state.sampling, new.sampling, strict=True))),
         counters=Counters(*(put(c, 0) for c in state.counters)),
     )
+
+
+@partial(jax.jit, static_argnames=("capacity",))
+def _resized(x: Array, capacity: int) -> Array:
+    kept = x[:, :capacity]
+    return jnp.pad(kept, ((0, 0), (0, capacity - kept.shape[1]), (0, 0)))
+
+
+def with_capacity(state: DecodeState, capacity: int) -> DecodeState:
+    """The state with caches of `capacity` positions: zeros are added, or the positions beyond are dropped.
+
+    The old caches are given up array by array, so that both never lie in memory together.
+    """
+
+    def resize(old: Array) -> Array:
+        new = _resized(old, capacity)
+        old.delete()
+        return new
+
+    caches = jax.tree.map(resize, (state.target_cache, state.draft_cache))
+    return state._replace(target_cache=caches[0], draft_cache=caches[1])

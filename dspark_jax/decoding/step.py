@@ -190,23 +190,28 @@ def run_rounds(
     draft_params: Params,
     state: DecodeState,
     rounds: Array,
+    until_free: Array,
     *,
     engine: Engine,
     buckets: tuple[int, ...],
-    until_free: bool,
 ) -> DecodeState:
     """Keeps the loop on the device: up to `rounds` steps, each in the smallest bucket that holds what is admitted.
 
+    It ends early where the caches have no room for one more step of every active request.
+
     Args:
-        rounds: int32 `[]`, most steps to take. buckets: ascending row counts; the last holds everything.
-        until_free: stop as soon as a slot that was active has ended (so that the host can refill it).
+        rounds: int32 `[]`, most steps to take.
+        until_free: bool `[]`, stop as soon as a slot that was active has ended (so that the host can refill it).
+        buckets: ascending row counts; the last holds everything.
     """
     before = jnp.sum(state.active)
+    last = state.target_cache[0].keys.shape[1] - engine.slots  # where the last step that fits begins
 
     def go_on(carry: tuple[Array, DecodeState]) -> Array:
         taken, now = carry
         busy = jnp.sum(now.active)
-        return (taken < rounds) & (busy > 0) & ((busy == before) | (not until_free))
+        fits = jnp.all(~now.active | (now.start <= last))
+        return (taken < rounds) & (busy > 0) & fits & ((busy == before) | ~until_free)
 
     def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         taken, now = carry

@@ -205,25 +205,6 @@ def answers(
         yield record
 
 
-def warm_up(generator: Generator, requests: Iterable[Request]) -> None:
-    """Compiles what `requests` will need, by running some of every prompt length and ending each after a few tokens.
-
-    The longest request is among them (cache sizes follow from it), one of every sampling mode, and more than fit into
-    the batch (so that slots are used again, in groups and one by one).
-    """
-    longest_first = sorted(requests, key=lambda r: len(r.prompt_ids) + r.sampling.max_tokens, reverse=True)
-    by_size: dict[int, list[Request]] = {}
-    for request in longest_first:
-        by_size.setdefault((len(request.prompt_ids) - 1).bit_length(), []).append(request)
-    wanted = 2 * generator.batch_size + 1
-    some = [request for _, group in sorted(by_size.items()) for request in group[:wanted]]
-    some.append(max(longest_first, key=lambda r: r.sampling.max_tokens))
-    some.extend({request.sampling.mode: request for request in longest_first}.values())
-    some = list({request.id: request for request in some}.values())
-    for _ in generator.generate(some, lambda name, ids: True):
-        pass
-
-
 def timed(generator: Generator, jobs: Sequence[Job], models: Models) -> tuple[list[dict[str, Any]], float]:
     """All answers, and the wall seconds that they took together."""
     began = time.perf_counter()
@@ -252,7 +233,7 @@ def generate_file(
     for job in jobs:
         generator.check(job.request)
     if settings.compare and jobs:
-        warm_up(generator, [job.request for job in jobs])
+        generator.warm_up(job.request for job in jobs)
     done = []
     with RecordWriter(settings.output) as writer, tqdm(total=len(jobs), disable=not sys.stderr.isatty()) as progress:
         began = time.perf_counter()
@@ -270,7 +251,7 @@ def compare_with_plain(
 ) -> dict[str, Any]:
     """Runs `jobs` by plain decoding in the same engine, warmed up, and compares (see `report.compare`)."""
     generator = make_generator(models, settings, every_round=any(job.stop for job in jobs), plain=True)
-    warm_up(generator, [job.request for job in jobs])
+    generator.warm_up(job.request for job in jobs)
     plain, plain_seconds = timed(generator, jobs, models)
     greedy = {job.request.id for job in jobs if job.request.sampling.mode == "greedy"}
     return report.compare(records, seconds, plain, plain_seconds, greedy)

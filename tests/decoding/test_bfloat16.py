@@ -45,9 +45,9 @@ def test_products_of_weights_stay_bfloat16(speculative: bool) -> None:
         generator._draft_params,
         state,
         jnp.int32(4),
+        jnp.bool_(False),
         engine=engine,
         buckets=generator.buckets,
-        until_free=False,
     ).compile()
     target_products = 4 * 2 + 1  # qkv, o, gate and up, down of two layers, and the head
     drafter_products = 2 + 5 + 2  # fc and kv of the features; q, kv, o, gate and up, down; head and W2

@@ -12,6 +12,7 @@ import pytest
 
 from dspark_jax.checkpoints.load import load_drafter, load_target
 from dspark_jax.decoding import generate as generate_module
+from dspark_jax.decoding import state as state_module
 from dspark_jax.decoding.generate import Completion, Generator, Request
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.decoding.state import init_state
@@ -215,18 +216,44 @@ def test_listener(plain: dict[str, list[int]]) -> None:
         assert tokens == plain[key][: len(tokens)] and (key == "3" or len(tokens) == len(plain[key]))
 
 
+def compiled() -> list[int]:
+    """How many programs there are of each kind."""
+    kinds = (generate_module._prefill, generate_module._admit, generate_module._run_rounds, state_module._resized)
+    return [kind._cache_size() for kind in kinds]
+
+
 def test_nothing_compiles_after_warm_up() -> None:
     """Other prompts, limits, settings and seeds of the same sizes: every program is there already."""
     busy = generator(batch_size=3, schedule="threshold")
-    programs = (generate_module._admit, generate_module._run_rounds)
+    busy.warm_up(sampled(5))
+    before = compiled()
     run(busy, sampled(5))
-    before = [p._cache_size() for p in programs]
     other = [
         Request(str(i), PROMPTS[i], SamplingParams(0.5 + i / 4, seed=i, max_tokens=3 + i)) for i in range(len(PROMPTS))
     ]
     run(busy, other)
     run(busy, sampled(1))
-    assert [p._cache_size() for p in programs] == before
+    assert compiled() == before
+
+
+@pytest.mark.parametrize("options", [{"drafter": False}, {"batch_size": 1}, {"batch_size": 3}], ids=str)
+def test_caches_follow_the_texts(monkeypatch: pytest.MonkeyPatch, options: dict) -> None:
+    """Caches begin small, grow while a text does, and shrink for the next one; the tokens are those of large caches."""
+    requests = [Request(str(i), PROMPTS[i], SamplingParams(max_tokens=50 - 20 * (i % 2))) for i in range(4)]
+    one = generator(**options)
+    large = tokens_of(one, requests)
+    monkeypatch.setattr(generate_module, "_SMALLEST", 32)
+    one.warm_up(requests)
+    before, sizes = compiled(), []
+
+    def with_capacity(state, capacity):
+        sizes.append(capacity)
+        return state_module.with_capacity(state, capacity)
+
+    monkeypatch.setattr(generate_module, "with_capacity", with_capacity)
+    assert tokens_of(one, requests) == large
+    assert sizes[:3] == [32, 48, 64] and (one.batch_size > 1 or 32 in sizes[3:])
+    assert compiled() == before
 
 
 def test_packed_equals_dense() -> None:

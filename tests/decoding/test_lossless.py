@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 
 from dspark_jax.decoding import step as step_module
 from dspark_jax.decoding.sampling import Sampling
-from dspark_jax.decoding.state import Engine, NewRequests, admit, init_state
+from dspark_jax.decoding.state import Engine, NewRequests, admit, init_state, prefill
 from dspark_jax.decoding.step import run_rounds
 from dspark_jax.drafters.dspark import bind
 from dspark_jax.models import transformer
@@ -61,11 +61,11 @@ def simulate(drafter, schedule="fixed", mode="plain", settings=((1.0, 1.0, 0, 0.
     @jax.jit  # a fresh program each time, so that patched rules are traced
     def whole():
         state = init_state(engine, REQUESTS, 24, limit, confidence)
-        state = admit(TARGET.params, params, state, new, engine=engine)
+        ready = prefill(TARGET.params, params, new, engine=engine)
+        state = admit(state, new, ready, engine=engine)
         sizes = tuple(REQUESTS * b for b in (buckets or (engine.slots,)))
-        state = run_rounds(
-            TARGET.params, params, state, jnp.int32(LENGTH - 1), engine=engine, buckets=sizes, until_free=False
-        )
+        most, until_free = jnp.int32(LENGTH - 1), jnp.bool_(False)
+        state = run_rounds(TARGET.params, params, state, most, until_free, engine=engine, buckets=sizes)
         return state.tokens, state.counters
 
     tokens, counters = jax.device_get(whole())

@@ -15,7 +15,7 @@ import pytest
 from dspark_jax.checkpoints.load import load_drafter, load_target
 from dspark_jax.decoding.generate import Generator, Request
 from dspark_jax.decoding.sampling import Sampling, SamplingParams
-from dspark_jax.decoding.state import Engine, NewRequests, admit, init_state
+from dspark_jax.decoding.state import Engine, NewRequests, admit, init_state, prefill
 from dspark_jax.decoding.step import step
 from dspark_jax.drafters.dspark import bind, propose
 from dspark_jax.drafters.heads import head_step, markov_bias
@@ -35,6 +35,7 @@ CASES = [
 run_step = jax.jit(step, static_argnames=("engine", "bucket"))
 run_propose = jax.jit(propose, static_argnames=("config", "draw"))
 run_extend = jax.jit(transformer.extend, static_argnames=("config",))
+run_prefill = jax.jit(prefill, static_argnames=("engine",))
 run_admit = jax.jit(admit, static_argnames=("engine",))
 
 
@@ -63,8 +64,9 @@ def start(name: str, trace, meta):
     lengths = jnp.asarray([prompt.shape[1]])
     new = NewRequests(padded, lengths, jnp.asarray([0]), jnp.asarray([NEW_TOKENS]), sampling)
     state = init_state(engine, 1, CAPACITY, NEW_TOKENS, meta["confidence_threshold"])
+    ready = run_prefill(target.params, params, new, engine=engine)
     return SimpleNamespace(
-        target=target, params=params, engine=engine, state=run_admit(target.params, params, state, new, engine=engine)
+        target=target, params=params, engine=engine, state=run_admit(state, new, ready, engine=engine)
     )
 
 
