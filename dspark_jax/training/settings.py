@@ -60,6 +60,7 @@ class TrainSettings:
         output: folder for checkpoints, logs and the drafter (OUTPUT/drafter).
         cache: folder of the hidden-state cache, filled first where samples are missing.
         online: compute hidden states inside the training step; nothing is cached on disk.
+        initial: a drafter's folder or hub id whose weights (and draft vocabulary) the run starts from; random without.
         drafter: shape of the drafter.
         loss: weights of the loss terms.
         epochs: passes over the samples.
@@ -89,6 +90,7 @@ class TrainSettings:
     output: str = "runs/train"
     cache: str = "runs/cache"
     online: bool = False
+    initial: str | None = None
     drafter: DrafterSettings = field(default_factory=DrafterSettings)
     loss: LossConfig = field(default_factory=LossConfig)
     epochs: int = 10

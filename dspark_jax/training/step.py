@@ -52,9 +52,11 @@ class TrainState(NamedTuple):
         return self.params if self.ema is None else self.ema
 
 
-def init_state(config: DrafterConfig, optimizer: optax.GradientTransformation, seed: int, ema: bool) -> TrainState:
-    """A fresh state: random weights of `seed`, zero moments, and an average (if wanted) that starts at the weights."""
-    params = init_params(config, jax.random.key(seed, impl="threefry2x32"), jnp.float32)
+def init_state(
+    config: DrafterConfig, optimizer: optax.GradientTransformation, seed: int, ema: bool, params: Params | None = None
+) -> TrainState:
+    """A fresh state: `params` or random weights of `seed`, zero moments, an average (if wanted) that starts there."""
+    params = params or init_params(config, jax.random.key(seed, impl="threefry2x32"), jnp.float32)
     average = jax.tree.map(jnp.copy, params) if ema else None
     return TrainState(params, optimizer.init(params), average, jnp.zeros((), jnp.int32))
 

@@ -7,6 +7,7 @@ SIGTERM saves a checkpoint first and leaves with exit code 0.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import logging
@@ -27,7 +28,7 @@ from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from dspark_jax.checkpoints.deepspec import write_drafter
-from dspark_jax.checkpoints.load import Drafter, Target, embedded_target_path, load_target
+from dspark_jax.checkpoints.load import Drafter, Target, embedded_target_path, load_drafter, load_target
 from dspark_jax.data.hidden_cache import build_cache, cache_key, fingerprint
 from dspark_jax.data.pipeline import Pipeline
 from dspark_jax.data.records import TrainingSample, samples_from_records
@@ -75,7 +76,7 @@ class Run(NamedTuple):
     @property
     def facts(self) -> dict[str, Any]:
         """What a resumed run must share with the one that wrote the checkpoint."""
-        names = ("seed", "batch_size", "num_anchors", "max_length", "lr", "warmup", "weight_decay", "ema")
+        names = ("seed", "initial", "batch_size", "num_anchors", "max_length", "lr", "warmup", "weight_decay", "ema")
         values = {name: getattr(self.settings, name) for name in (*names, "max_grad_norm")}
         return values | {
             "target": fingerprint(self.target.config, self.target.params),
@@ -188,6 +189,7 @@ def prepare(settings: TrainSettings) -> Run:
     samples, held_out = read_samples(settings)
     target = load_target(settings.target or embedded_target_path(), dtype=dtype)
     config = drafter_config(settings.drafter, target.config)
+    initial = read_initial(settings.initial, config) if settings.initial else None
     check_tokens(samples + held_out, target)
     cache = None
     if not settings.online:
@@ -200,7 +202,9 @@ def prepare(settings: TrainSettings) -> Run:
     mesh = data_mesh(settings.batch_size, settings.devices)
     schedule = cosine_schedule(peak=settings.lr, total=total, warmup_ratio=settings.warmup)
     optimizer = make_optimizer(schedule, max_norm=settings.max_grad_norm, weight_decay=settings.weight_decay)
-    d2t = draft_vocabulary(samples, config, stop_ids(target)) if config.trims_vocabulary else None
+    d2t = None
+    if config.trims_vocabulary:
+        d2t = draft_vocabulary(samples, config, stop_ids(target)) if initial is None else np.asarray(initial.pop("d2t"))
     frozen = {"embed": target.params["embed"], "head": head_weight(target.params)}
     if d2t is not None:
         frozen["d2t"] = jnp.asarray(d2t)
@@ -217,7 +221,7 @@ def prepare(settings: TrainSettings) -> Run:
         compute_dtype=dtype,
         target=target.config if settings.online else None,
     )
-    start = replicate(init_state(config, optimizer, settings.seed, settings.ema > 0), mesh)
+    start = replicate(init_state(config, optimizer, settings.seed, settings.ema > 0, initial), mesh)
     logger.info(
         "%d samples, %d held out, %d updates, %s parameters, %s, %d devices",
         len(samples),
@@ -228,6 +232,23 @@ def prepare(settings: TrainSettings) -> Run:
         mesh.size,
     )
     return Run(settings, target, config, pipeline, held_out, d2t, mesh, replicate(frozen, mesh), step, start, total)
+
+
+def read_initial(path: str, config: DrafterConfig) -> Params:
+    """The float32 weights of an existing drafter of the same shape, with `d2t` where it trims the vocabulary.
+
+    Raises:
+        FileNotFoundError, ValueError: no drafter there, or one of another shape; the message names the fields.
+    """
+    drafter = load_drafter(path)
+    other = [
+        f"{f.name} {getattr(drafter.config, f.name)!r} (this run has {getattr(config, f.name)!r})"
+        for f in dataclasses.fields(config)
+        if getattr(drafter.config, f.name) != getattr(config, f.name)
+    ]
+    if other:
+        raise ValueError(f"initial {path}: a drafter of another shape: {', '.join(other)}; set the same in `drafter`")
+    return dict(drafter.params)
 
 
 def read_samples(settings: TrainSettings) -> tuple[list[TrainingSample], list[TrainingSample]]:

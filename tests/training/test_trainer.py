@@ -147,6 +147,19 @@ def test_resume_on_another_number_of_devices(folder: Path, whole: TrainState, mo
         assert moved["total"] == pytest.approx(still["total"], rel=1e-3)
 
 
+def test_a_run_starts_from_an_existing_drafter(folder: Path, whole: TrainState) -> None:
+    """Its weights and its draft vocabulary, whatever the seed; a drafter of another shape is refused by field."""
+    drafter = folder / "whole" / "drafter"
+    settings = tiny_settings(folder, "further", initial=str(drafter), seed=5)
+    run = trainer.prepare(settings)
+    weights = dict(load_drafter(drafter).params)
+    np.testing.assert_array_equal(run.d2t, weights.pop("d2t"))
+    assert_same(jax.device_get(run.start.params), weights)
+    wrong = replace(settings, drafter=replace(settings.drafter, block_size=5))
+    with pytest.raises(ValueError, match=r"initial .*block_size \d \(this run has 5\)"):
+        trainer.prepare(wrong)
+
+
 def test_finished_run_has_nothing_to_do(folder: Path, whole: TrainState) -> None:
     rows = metrics_of(folder, "whole")
     assert_same(jax.device_get(trainer.train(tiny_settings(folder, "whole"))), whole)
@@ -205,6 +218,7 @@ def test_draft_vocabulary_is_the_most_frequent_answers() -> None:
         ({"min_loss_tokens": 31}, "0 samples.*none is left to train on"),
         ({"eval_samples": 14}, "eval_samples 14 are held out: none is left"),
         ({"target": "/no/such/model"}, "/no/such/model"),
+        ({"initial": "/no/such/drafter"}, "/no/such/drafter"),
         ({"drafter": replace(SHAPE, target_layer_ids=(0, 9))}, r"target_layer_ids \[0, 9\]: layer 9 does not exist"),
         ({"drafter": replace(SHAPE, target_layer_ids=())}, "target_layer_ids is missing or empty"),
         ({"drafter": replace(SHAPE, mask_token_id=300)}, "mask_token_id 300"),
