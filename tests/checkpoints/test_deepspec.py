@@ -234,7 +234,10 @@ def test_a_map_of_a_full_vocabulary_must_do_nothing(value, accepted, folder):
     [
         ({"architectures": ["DFlashDraftModel"]}, "the anchor slot predicts nothing.*Qwen3DSparkModel"),
         ({"architectures": ["DSparkDraftModel"]}, "SpecForge"),
-        ({"architectures": ["Gemma4DSparkModel"]}, "Gemma4 layers are not supported"),
+        (
+            {"architectures": ["Gemma4DSparkModel"]},
+            "model_type 'qwen3': must be 'gemma4_unified_text' for class Gemma4",
+        ),
         ({"architectures": ["Qwen3Eagle3Model"]}, "Eagle3"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "Eagle3"),
         ({"architectures": ["SomethingDSparkModel"]}, "slot convention is unknown"),
@@ -420,7 +423,7 @@ def test_extra_fields_are_kept_and_may_not_contradict(folder, tmp_path):
         (lambda c, p: (replace(c, num_layers=1), p), "unexpected tensors layers.1"),
         (lambda c, p: (replace(c, confidence=False), p), "unexpected tensors confidence_head"),
         (lambda c, p: (c, {k: v for k, v in p.items() if k != "markov"}), "missing tensors markov_head"),
-        (lambda c, p: (replace(c, family="gemma4"), p), "family 'gemma4'"),
+        (lambda c, p: (replace(c, family="gemma4"), p), "attn_out_norm"),
         (lambda c, p: (replace(c, qk_norm=False), p), "qk_norm false: layers of family qwen3 always have"),
     ],
 )

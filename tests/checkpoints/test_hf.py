@@ -42,7 +42,7 @@ def test_golden_targets_hold_their_files_tensors(name, golden):
     stored = load_file(golden / "targets" / name / "model.safetensors")
     tensors = {"model.embed_tokens.weight": params["embed"], "model.norm.weight": params["final_norm"]}
     for i, layer in enumerate(params["layers"]):
-        tensors |= layer_tensors(layer, f"model.layers.{i}.")
+        tensors |= layer_tensors(layer, f"model.layers.{i}.", config, config.attention(i))
     if not config.tie_embeddings:
         tensors["lm_head.weight"] = params["head"]
     assert set(tensors) == set(stored) == set(target_shapes(config))
