@@ -1,14 +1,14 @@
 """SentencePiece vocabularies with scores (GGUF's tokenizer model `llama`, as Gemma has it) as a BPE tokenizer.
 
 SentencePiece joins the two neighbours whose joint piece has the best score. The same as a list of merges: every way to
-cut a piece into two pieces, best piece first. Runs of one blank character are pieces of the user's making, which no
-score ranks: they come before all others, the longest first. Text is not cut into words; a blank is written as U+2581,
-and characters without a piece become byte tokens.
+cut a piece into two pieces, best piece first. Runs of one character (blanks, newlines, tabs) are pieces of the user's
+making, which no score ranks: they count as 0, the best. Text is not cut into words; a blank is written as U+2581, and
+characters without a piece become byte tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as RawTokenizer
@@ -25,8 +25,8 @@ def scored_bpe(file: GGUFFile, tokens: Sequence[str]) -> RawTokenizer:
         file: holds scores and token types. tokens: the pieces by id, without padding at the end.
 
     Raises:
-        ValueError: scores or types missing or of another length, no piece for unknown text, or a tokenizer that puts a
-            blank before each text.
+        ValueError: scores or types missing or of another length, tokens of the same text, no token for unknown text,
+            or a tokenizer that puts a blank before each text.
     """
     if file.get("tokenizer.ggml.add_space_prefix", True):
         raise ValueError(f"{file.path}: tokenizer.ggml.add_space_prefix true or missing: only false is supported")
@@ -44,10 +44,10 @@ def scored_bpe(file: GGUFFile, tokens: Sequence[str]) -> RawTokenizer:
         for token, kind in zip(tokens, kinds, strict=True)
     ]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    joined = ranked_pieces(pieces, scores, kinds)
-    model = models.BPE(
-        vocabulary, merges_of(joined, vocabulary), unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True
-    )
+    if len(vocabulary) != len(pieces):
+        raise ValueError(f"{file.path}: tokenizer.ggml.tokens: two of the tokens have the same text")
+    merges = scored_merges(pieces, scores, kinds)
+    model = models.BPE(vocabulary, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
     raw = RawTokenizer(model)
     raw.normalizer = normalizers.Replace(" ", _BLANK)
     raw.decoder = decoders.Sequence([decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -62,25 +62,17 @@ def scored_bpe(file: GGUFFile, tokens: Sequence[str]) -> RawTokenizer:
     return raw
 
 
-def ranked_pieces(pieces: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[str]:
-    """The pieces that merges may make, first ones first: runs of blank characters by length, then the rest by score."""
-    runs = [
-        piece
-        for piece, kind in zip(pieces, kinds, strict=True)
-        if kind == TokenType.USER_DEFINED and len(piece) > 1 and len(set(piece)) == 1
-    ]
-    normal = [i for i, kind in enumerate(kinds) if kind == TokenType.NORMAL and len(pieces[i]) > 1]
-    return sorted(runs, key=len, reverse=True) + [pieces[i] for i in sorted(normal, key=lambda i: -scores[i])]
-
-
-def merges_of(joined: Sequence[str], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """All pairs of pieces that make the pieces `joined`, in their order; pairs of one piece by the ids of the parts."""
+def scored_merges(pieces: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
+    """All pairs of pieces that make another one, by its score; of one score, pairs with the longer left part first."""
+    known = frozenset(pieces)
     merges = []
-    for piece in joined:
-        pairs = [
-            (left, right)
-            for left, right in ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
-            if left in vocabulary and right in vocabulary
-        ]
-        merges += sorted(pairs, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-    return merges
+    for piece, score, kind in zip(pieces, scores, kinds, strict=True):
+        if kind == TokenType.USER_DEFINED and len(set(piece)) == 1:
+            score = 0.0
+        elif kind != TokenType.NORMAL:
+            continue
+        for cut in range(1, len(piece)):
+            if piece[:cut] in known and piece[cut:] in known:
+                merges.append((-score, -cut, cut - len(piece), piece[:cut], piece[cut:]))
+    merges.sort(key=lambda merge: merge[:3])
+    return [merge[3:] for merge in merges]

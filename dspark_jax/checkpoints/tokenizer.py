@@ -240,7 +240,8 @@ def _from_gguf(file: GGUFFile) -> Tokenizer:
     kind, splitter = file.need("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre", "default")
     if kind not in ("gpt2", "llama"):
         raise ValueError(
-            f"{file.path}: tokenizer.ggml.model {kind!r}: supported are 'gpt2' (byte-level BPE) and 'llama' (SentencePiece)"
+            f"{file.path}: tokenizer.ggml.model {kind!r}: only 'gpt2' (byte-level BPE) and 'llama' (SentencePiece) "
+            "are supported"
         )
     if kind == "gpt2" and splitter not in _SPLITTERS:
         raise ValueError(f"{file.path}: tokenizer.ggml.pre {splitter!r}: supported are {sorted(_SPLITTERS)}")

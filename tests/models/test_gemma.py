@@ -68,7 +68,8 @@ def test_gemma3_with_most_fields_left_out_inside_a_larger_model():
     text = GEMMA3_4B | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
     config = read({"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}})
     assert (config.num_heads, config.vocab_size, config.tie_embeddings) == (8, 262208, True)
-    assert config.full == AttentionConfig(4, 256, RopeConfig(theta=1e6, kind="linear", factor=8.0))
+    linear = RopeConfig(theta=1e6, kind="linear", factor=8.0, original_max_position=131072)
+    assert config.full == AttentionConfig(4, 256, linear)
     assert config.attention(0) == AttentionConfig(4, 256, RopeConfig(theta=1e4), window=1024)
     assert [config.pattern[i] for i in (4, 5, 6, 11)] == [True, False, True, False]
     assert (config.score_scale(0), config.final_softcap, config.attention_softcap) == (256**-0.5, 0.0, 0.0)
