@@ -15,6 +15,9 @@ from dspark_jax.models.config import AttentionConfig, RopeConfig, TransformerCon
 from dspark_jax.models.layers import rope_frequencies
 from dspark_jax.models.transformer import extend, forward, init_params, init_target_cache, logits
 
+run_forward = jax.jit(forward, static_argnames=("config",))
+run_extend = jax.jit(extend, static_argnames=("config",))
+
 GEMMA3 = {
     "model_type": "gemma3_text",
     "vocab_size": 64,
@@ -172,12 +175,12 @@ def test_gemma3_follows_its_formulas_whole_and_in_chunks(tiny):
     config, params = tiny
     ids = np.random.default_rng(0).integers(0, 64, 12).astype(np.int32)
     want = formula(params, ids)
-    hidden = forward(params, config, jnp.asarray(ids[None]))
+    hidden = run_forward(params, config, jnp.asarray(ids[None]))
     np.testing.assert_allclose(logits(params, hidden.final, config.final_softcap).T, want, atol=2e-4)
     cache, start, got = init_target_cache(config, 1, 16, jnp.float32), 0, []
     for size in (5, 1, 6):
         chunk = jnp.asarray(ids[start : start + size])
-        hidden, cache = extend(params, config, cache, chunk, jnp.asarray([start]), dense_packing(1, size))
+        hidden, cache = run_extend(params, config, cache, chunk, jnp.asarray([start]), dense_packing(1, size))
         got.append(logits(params, hidden.final, config.final_softcap).T)
         start += size
     np.testing.assert_allclose(np.concatenate(got), want, atol=2e-4)
@@ -191,13 +194,12 @@ def test_bf16_rows_give_the_same_bits_however_many_there_are(base):
     config = read(base, **small, **kinds, num_attention_heads=4, num_key_value_heads=2)
     params = init_params(config, jax.random.key(0), jnp.bfloat16)
     ids = np.random.default_rng(1).integers(0, 64, 16).astype(np.int32)
-    run = jax.jit(extend, static_argnames=("config",))
 
     def final(sizes: tuple[int, ...]) -> np.ndarray:
         cache, start, rows = init_target_cache(config, 1, 24, jnp.bfloat16), 0, []
         for size in sizes:
             chunk = jnp.asarray(ids[start : start + size])
-            hidden, cache = run(params, config, cache, chunk, jnp.asarray([start]), dense_packing(1, size))
+            hidden, cache = run_extend(params, config, cache, chunk, jnp.asarray([start]), dense_packing(1, size))
             rows.append(np.asarray(logits(params, hidden.final, config.final_softcap)).T)
             start += size
         return np.concatenate(rows[1:])
