@@ -401,7 +401,7 @@ def _gemma_fields(config: DrafterConfig) -> dict[str, Any]:
 def _rope_fields(rope: RopeConfig) -> dict[str, Any]:
     """RoPE settings in both forms: `rope_parameters`, and `rope_theta` with `rope_scaling` for older readers."""
     scaling: dict[str, Any] = {"rope_type": rope.kind}
-    if rope.kind != "default":
+    if rope.kind != "default" and (rope.kind != "proportional" or rope.factor != 1):
         scaling["factor"] = rope.factor
     if rope.kind == "proportional":
         scaling["partial_rotary_factor"] = rope.rotary_fraction
