@@ -139,7 +139,7 @@ def layer_tensors(layer: Mapping[str, Any], prefix: str, sizes: Sizes, kind: Att
         "mlp.up_proj.weight": gate_up[1],
         "mlp.down_proj.weight": layer["down"],
     }
-    tensors |= {name: layer[ours] for ours, name in _norm_names(traits.sandwich_norms).items()}
+    tensors |= {name: layer[ours] for ours, name in _norm_names(traits.sandwich_norms).items() if ours in layer}
     if not kind.shared_kv:
         tensors["self_attn.v_proj.weight"] = qkv[:, queries + 1].reshape(-1, d)  # [G*hd, D]
     if "q_norm" in layer:

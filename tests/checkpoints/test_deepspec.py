@@ -432,7 +432,7 @@ def test_extra_fields_are_kept_and_may_not_contradict(folder, tmp_path):
         (lambda c, p: (replace(c, num_layers=1), p), "unexpected tensors layers.1"),
         (lambda c, p: (replace(c, confidence=False), p), "unexpected tensors confidence_head"),
         (lambda c, p: (c, {k: v for k, v in p.items() if k != "markov"}), "missing tensors markov_head"),
-        (lambda c, p: (replace(c, family="gemma4"), p), "attn_out_norm"),
+        (lambda c, p: (replace(c, family="gemma4"), p), "missing tensors layers.0.post_attention_layernorm"),
         (lambda c, p: (replace(c, qk_norm=False), p), "qk_norm false: layers of family qwen3 always have"),
     ],
 )
