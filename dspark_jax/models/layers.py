@@ -142,8 +142,9 @@ def head_norm(x: Array, weight: Array, eps: float, offset: float = 0.0) -> Array
     fixed_order = weight.dtype == jnp.bfloat16 and x.shape[-1] <= _FEW_ROWS and jax.default_backend() == "cpu"
     squares = _sum_squares(x) if fixed_order else jnp.sum(jnp.square(x), axis=-2, keepdims=True)
     scale = jax.lax.rsqrt(squares / x.shape[-2] + eps)
+    normed = x * scale
     factor = weight.astype(jnp.float32) + offset if offset else weight.astype(jnp.float32)
-    return x * scale * factor[:, None]
+    return normed * factor[:, None]
 
 
 def gated_mlp(gate_up: Array, down: Array, x: Array, activation: str = "silu") -> Array:
