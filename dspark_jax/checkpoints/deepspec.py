@@ -29,13 +29,19 @@ from safetensors.numpy import save_file
 from dspark_jax.checkpoints.store import SINGLE_FILE, TensorStore, read_json
 from dspark_jax.checkpoints.tensors import Shape, check_tensors, layer_shapes, layer_tensors, read_layer, to_device
 from dspark_jax.drafters.config import DrafterConfig
-from dspark_jax.models.config import FAMILIES, RopeConfig, TransformerConfig
+from dspark_jax.models.config import RopeConfig, TransformerConfig
+from dspark_jax.models.families import FAMILIES, MODEL_TYPES
 
-_CLASSES = {"Qwen3DSparkModel": "qwen3", "LlamaDSparkModel": "llama"}
+_CLASSES = {
+    "Qwen3DSparkModel": "qwen3",
+    "LlamaDSparkModel": "llama",
+    "Gemma3DSparkModel": "gemma3",
+    "Gemma4DSparkModel": "gemma4",
+}
+_WRITTEN_TYPES = {"gemma3": "gemma3_text", "gemma4": "gemma4_unified_text"}  # model_type, where it is not the family
 _OTHER_CLASSES = {
     "DFlashDraftModel": "z-lab's slot convention: the anchor slot predicts nothing, B slots give B - 1 drafts",
     "DSparkDraftModel": "SpecForge's layout: everything under dflash_config, another slot convention may hold",
-    "Gemma4DSparkModel": "Gemma4 layers are not supported yet",
     "Qwen3Eagle3Model": "an Eagle3 drafter, not supported yet",
     "Gemma4Eagle3Model": "an Eagle3 drafter, not supported yet",
     "LlamaForCausalLMEagle3": "an Eagle3 drafter, not supported yet",
@@ -116,7 +122,7 @@ def drafter_shapes(config: DrafterConfig) -> dict[str, Shape]:
         "norm.weight": (d,),
     }
     for i in range(config.num_layers):
-        shapes |= layer_shapes(f"layers.{i}.", config)
+        shapes |= layer_shapes(f"layers.{i}.", config, config.attention)
     markov = {
         "w1": (vocab, rank),
         "w2": (drafts, rank),
@@ -151,8 +157,9 @@ def _family(raw: Mapping[str, Any]) -> str:
             "first draft token"
         )
     family = _CLASSES[name]
-    if raw.get("model_type") != family:
-        raise ValueError(f"model_type {raw.get('model_type')!r}: must be {family!r} for class {name}")
+    if MODEL_TYPES.get(str(raw.get("model_type"))) != family:
+        written = _WRITTEN_TYPES.get(family, family)
+        raise ValueError(f"model_type {raw.get('model_type')!r}: must be {written!r} for class {name}")
     return family
 
 
@@ -179,7 +186,9 @@ def _parse_config(raw: Mapping[str, Any], family: str, shapes: Mapping[str, Shap
             raise ValueError(f"config field {name} is missing: a drafter's config.json must hold it")
     sizes = TransformerConfig.from_hf(raw)
     rank = number("markov_rank", 0)
-    qk_norm = FAMILIES[family]["qk_norm"] or flag("qk_norm", "layers.0.self_attn.q_norm.weight" in shapes)
+    if any(sizes.pattern):
+        raise ValueError(f"layer_types {raw.get('layer_types')!r}: every layer of a drafter must be full_attention")
+    qk_norm = FAMILIES[family].qk_norm or flag("qk_norm", "layers.0.self_attn.q_norm.weight" in shapes)
     return DrafterConfig(
         block_size=number("block_size"),
         num_layers=sizes.num_layers,
@@ -203,6 +212,9 @@ def _parse_config(raw: Mapping[str, Any], family: str, shapes: Mapping[str, Shap
         qk_norm=qk_norm,
         max_positions=sizes.max_positions,
         family=family,
+        shared_kv=sizes.shared_kv,
+        attention_scale=sizes.attention_scale,
+        final_softcap=sizes.final_softcap,
     )
 
 
@@ -216,7 +228,7 @@ def _read_params(store: TensorStore, config: DrafterConfig, dtype: DTypeLike) ->
         "fc": array("fc.weight"),  # [D, m*D]
         "hidden_norm": array("hidden_norm.weight"),  # [D]
         "layers": tuple(
-            read_layer(store.read, f"layers.{i}.", config, dtype, separate_queries=True)
+            read_layer(store.read, f"layers.{i}.", config, config.attention, dtype, separate_queries=True)
             for i in range(config.num_layers)
         ),
         "norm": array("norm.weight"),  # [D]
@@ -327,11 +339,11 @@ def config_fields(config: DrafterConfig) -> dict[str, Any]:
     classes = {family: name for name, family in _CLASSES.items()}
     if config.family not in classes:
         raise ValueError(f"family {config.family!r}: drafters are written for {sorted(classes)}")
-    if FAMILIES[config.family]["qk_norm"] and not config.qk_norm:
+    if FAMILIES[config.family].qk_norm and not config.qk_norm:
         raise ValueError(f"qk_norm false: layers of family {config.family} always have q and k norms")
     fields: dict[str, Any] = {
         "architectures": [classes[config.family]],
-        "model_type": config.family,
+        "model_type": _WRITTEN_TYPES.get(config.family, config.family),
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -339,7 +351,6 @@ def config_fields(config: DrafterConfig) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
         "attention_bias": False,
         "rms_norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_positions,
@@ -351,24 +362,49 @@ def config_fields(config: DrafterConfig) -> dict[str, Any]:
         "num_target_layers": config.num_target_layers,
         "markov_rank": config.markov_rank,
         "enable_confidence_head": config.confidence,
-        **_rope_fields(config.rope),
+        **(_gemma_fields(config) if config.family in _WRITTEN_TYPES else _rope_fields(config.rope)),
     }
+    if config.traits.activation == "silu":
+        fields["hidden_act"] = "silu"
     if config.markov_rank:
         fields["markov_head_type"] = config.markov_kind
     if config.confidence:
         fields["confidence_head_with_markov"] = config.confidence_with_markov
     if config.trims_vocabulary:
         fields["draft_vocab_size"] = config.draft_vocab_size
-    if not FAMILIES[config.family]["qk_norm"]:
+    if not FAMILIES[config.family].qk_norm:
         fields["qk_norm"] = config.qk_norm
     return fields
+
+
+def _gemma_fields(config: DrafterConfig) -> dict[str, Any]:
+    """What Gemma's config says beside the common fields."""
+    fields: dict[str, Any] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": config.final_softcap or None,
+        "rope_parameters": {
+            "full_attention": _rope_fields(config.rope)["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},  # read by nobody, but expected
+        },
+    }
+    if config.family == "gemma3":
+        return fields | {"query_pre_attn_scalar": round((config.attention_scale or 1.0) ** -2, 6)}
+    return fields | {
+        "attention_k_eq_v": config.shared_kv,
+        "num_global_key_value_heads": config.num_kv_heads,
+        "global_head_dim": config.head_dim,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": False,
+    }
 
 
 def _rope_fields(rope: RopeConfig) -> dict[str, Any]:
     """RoPE settings in both forms: `rope_parameters`, and `rope_theta` with `rope_scaling` for older readers."""
     scaling: dict[str, Any] = {"rope_type": rope.kind}
-    if rope.kind != "default":
+    if rope.kind != "default" and (rope.kind != "proportional" or rope.factor != 1):
         scaling["factor"] = rope.factor
+    if rope.kind == "proportional":
+        scaling["partial_rotary_factor"] = rope.rotary_fraction
     if rope.kind in ("llama3", "yarn"):
         scaling["original_max_position_embeddings"] = rope.original_max_position
     if rope.kind == "llama3":
@@ -394,7 +430,7 @@ def _named_tensors(config: DrafterConfig, params: Mapping[str, Any], embeddings:
         "norm.weight": params["norm"],
     }
     for i, layer in enumerate(params["layers"]):
-        named |= layer_tensors(layer, f"layers.{i}.")
+        named |= layer_tensors(layer, f"layers.{i}.", config, config.attention)
     if embeddings:
         absent = [name for name in ("embed", "head") if name not in params]
         if absent:

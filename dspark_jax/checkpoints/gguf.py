@@ -1,14 +1,16 @@
 """Targets from GGUF files (llama.cpp's format), dequantised to plain arrays.
 
-Two things differ from a Hugging Face checkpoint. Weights may be quantised in blocks. And for the arch `llama` the rows
-of the q and k projections are permuted, because llama.cpp rotates neighbouring pairs (2i, 2i+1) where Hugging Face
-rotates halves (i, i + hd/2); the permutation is undone here. The arch `qwen3` is stored unpermuted.
+Three things differ from a Hugging Face checkpoint. Weights may be quantised in blocks. For the arch `llama` the rows of
+the q and k projections are permuted, because llama.cpp rotates neighbouring pairs (2i, 2i+1) where Hugging Face rotates
+halves (i, i + hd/2); the permutation is undone here, the other archs are stored unpermuted. And the norm weights of
+`gemma3` are stored with the 1 that its RMSNorm adds to them, which is taken off again.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from gguf.quants import QuantError, dequantize
 from jax.typing import DTypeLike
 
 from dspark_jax.checkpoints.tensors import Shape, check_tensors, read_target_params, target_shapes
-from dspark_jax.models.config import FAMILIES, RopeConfig, TransformerConfig
+from dspark_jax.models.config import AttentionConfig, RopeConfig, TransformerConfig
+from dspark_jax.models.families import FAMILIES
 
 # GGUF names by the part of a Hugging Face name between "model.layers.{i}." and ".weight".
 _LAYER_NAMES = {
@@ -35,6 +38,12 @@ _LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_GEMMA_NAMES = _LAYER_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_ARCHS = ("gemma3", "llama", "qwen3")
 _TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _PERMUTED_FAMILIES = {"llama"}
 
@@ -46,6 +55,11 @@ _KNOWN_KEYS = {
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
     "rope.scaling.finetuned", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
 }  # fmt: skip
+_GEMMA_KEYS = {
+    "attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa", "final_logit_softcapping",
+    "attn_logit_softcapping",
+}  # fmt: skip
+_LAYERS_OF_27B = 62  # the size whose scores are scaled by its hidden size over its heads, which no key says
 
 
 class _PlainReader(GGUFReader):
@@ -133,7 +147,7 @@ def read_gguf_target(path: str | Path, dtype: DTypeLike) -> tuple[TransformerCon
     """Reads a target model from a GGUF file.
 
     Args:
-        path: a file of arch llama or qwen3; any quantisation that the `gguf` package can decode.
+        path: a file of arch llama, qwen3 or gemma3; any quantisation that the `gguf` package can decode.
         dtype: dtype of every parameter array.
 
     Returns:
@@ -146,11 +160,13 @@ def read_gguf_target(path: str | Path, dtype: DTypeLike) -> tuple[TransformerCon
     file = GGUFFile(path)
     shapes = file.shapes()
     config = gguf_config(file)
-    expected = {gguf_name(name): shape for name, shape in target_shapes(config).items()}
+    expected = {gguf_name(name, config.family): shape for name, shape in target_shapes(config).items()}
     check_tensors(file.path, shapes, expected, ignored=lambda name: name == "rope_freqs.weight")
 
     def read(name: str) -> np.ndarray:
-        array = file.read(gguf_name(name))
+        array = file.read(gguf_name(name, config.family))
+        if config.traits.norm_offset and name.endswith("norm.weight"):
+            array = array - np.float32(config.traits.norm_offset)
         if config.family in _PERMUTED_FAMILIES and name.endswith(("q_proj.weight", "k_proj.weight")):
             array = pairs_to_halves(array, config.head_dim)
         return array
@@ -158,12 +174,13 @@ def read_gguf_target(path: str | Path, dtype: DTypeLike) -> tuple[TransformerCon
     return config, read_target_params(read, config, dtype)
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, family: str = "llama") -> str:
     """GGUF's name of a Hugging Face tensor name (ending in `.weight`)."""
+    layer_names = _GEMMA_NAMES if family == "gemma3" else _LAYER_NAMES
     stem = name.removesuffix(".weight")
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
     if layer:
-        return f"blk.{layer[1]}.{_LAYER_NAMES[layer[2]]}.weight"
+        return f"blk.{layer[1]}.{layer_names[layer[2]]}.weight"
     return f"{_TOP_NAMES[stem]}.weight"
 
 
@@ -181,8 +198,8 @@ def gguf_config(file: GGUFFile) -> TransformerConfig:
         ValueError: an unsupported arch, a missing key, or a setting that the forward pass does not cover.
     """
     arch = file.need("general.architecture")
-    if arch not in FAMILIES:
-        raise ValueError(f"{file.path}: general.architecture {arch!r}: supported are {sorted(FAMILIES)}")
+    if arch not in _ARCHS:
+        raise ValueError(f"{file.path}: general.architecture {arch!r}: supported are {list(_ARCHS)}")
     _refuse_unknown_keys(file, arch)
 
     def size(key: str, default: int | None = None) -> int:
@@ -203,28 +220,55 @@ def gguf_config(file: GGUFFile) -> TransformerConfig:
     tokens = file.num_tokens()
     if tokens > vocab:
         raise ValueError(f"{file.path}: the tokenizer has {tokens} tokens, token_embd.weight only {vocab} rows")
+    groups, layers = size("attention.head_count_kv", heads), size("block_count")
+    full = AttentionConfig(groups, head_dim, RopeConfig())
+    extra = _gemma_fields(file, hidden // heads, layers, full) if arch == "gemma3" else {}
     return TransformerConfig(
         family=arch,
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=size("feed_forward_length"),
-        num_layers=size("block_count"),
+        num_layers=layers,
         num_heads=heads,
-        num_kv_heads=size("attention.head_count_kv", heads),
+        num_kv_heads=groups,
         head_dim=head_dim,
         rms_norm_eps=_short_float(file.need(f"{arch}.attention.layer_norm_rms_epsilon")),
         rope=_gguf_rope(file, arch, head_dim, positions),
-        qk_norm=FAMILIES[arch]["qk_norm"],
+        qk_norm=FAMILIES[arch].qk_norm,
         tie_embeddings="output.weight" not in shapes,
         max_positions=positions,
         num_tokens=tokens,
+        **extra,
     )
+
+
+def _gemma_fields(file: GGUFFile, width: int, layers: int, full: AttentionConfig) -> dict[str, Any]:
+    """What Gemma3 adds: sliding layers (five of six, unless a key says otherwise), soft caps, the score scale.
+
+    `width`: hidden size over heads. `full`: sizes of the attention layers.
+    """
+
+    def number(key: str, default: float) -> float:
+        return _short_float(file.get(f"gemma3.{key}", default))
+
+    every = file.get("gemma3.attention.sliding_window_pattern", 6)
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(f"{file.path}: gemma3.attention.sliding_window_pattern {every!r}: must be one positive number")
+    rope = RopeConfig(theta=number("rope.freq_base_swa", 10000.0))
+    return {
+        "attention_scale": float(width if layers == _LAYERS_OF_27B else full.head_dim) ** -0.5,
+        "attention_softcap": number("attn_logit_softcapping", 0.0),
+        "final_softcap": number("final_logit_softcapping", 0.0),
+        "sliding": replace(full, rope=rope, window=int(file.need("gemma3.attention.sliding_window"))),
+        "pattern": tuple(bool((i + 1) % every) for i in range(layers)),
+    }
 
 
 def _refuse_unknown_keys(file: GGUFFile, arch: str) -> None:
     """Refuses keys under "{arch}." that may change the computation, unless they are zero, false or empty."""
     for key in file.keys():
-        if not key.startswith(f"{arch}.") or key.removeprefix(f"{arch}.") in _KNOWN_KEYS:
+        name = key.removeprefix(f"{arch}.")
+        if not key.startswith(f"{arch}.") or name in _KNOWN_KEYS or (arch == "gemma3" and name in _GEMMA_KEYS):
             continue
         value = file.get(key)
         if key == f"{arch}.attention.causal":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from dspark_jax.checkpoints.store import TensorStore, read_json
 from dspark_jax.checkpoints.tensors import check_tensors, read_target_params, target_shapes
-from dspark_jax.models.config import TransformerConfig
+from dspark_jax.models.config import TransformerConfig, text_fields
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*.jinja", "generation_config.json")
 CHECKPOINT_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
@@ -58,8 +58,9 @@ def read_hf_config(folder: Path) -> TransformerConfig:
     raw = read_json(file)
     tokens = count_tokens(folder / "tokenizer.json")
     if tokens is not None:
-        if isinstance(raw.get("vocab_size"), int) and tokens > raw["vocab_size"]:
-            raise ValueError(f"{file}: vocab_size {raw['vocab_size']}: tokenizer.json beside it has {tokens} tokens")
+        rows = text_fields(raw).get("vocab_size")
+        if isinstance(rows, int) and tokens > rows:
+            raise ValueError(f"{file}: vocab_size {rows}: tokenizer.json beside it has {tokens} tokens")
         raw = {**raw, "num_tokens": tokens}
     try:
         return TransformerConfig.from_hf(raw)
@@ -100,16 +101,38 @@ def read_hf_target(folder: str | Path, dtype: DTypeLike) -> tuple[TransformerCon
     folder = Path(folder)
     config = read_hf_config(folder)
     store = TensorStore(folder)
-    spare_head = config.tie_embeddings and "lm_head.weight" in store.shapes()
+    stored = _text_tensors(store.shapes())  # their names in the file, by the names of a text model
+    found = store.shapes()
+    shapes = {name: found[inner] for name, inner in stored.items()}
+    spare_head = config.tie_embeddings and "lm_head.weight" in shapes
     check_tensors(
         store.path,
-        store.shapes(),
+        shapes,
         target_shapes(config),
         ignored=lambda name: name.endswith("rotary_emb.inv_freq") or (spare_head and name == "lm_head.weight"),
     )
-    if spare_head and not np.array_equal(store.read("lm_head.weight"), store.read("model.embed_tokens.weight")):
+
+    def read(name: str) -> np.ndarray:
+        return store.read(stored[name])
+
+    if spare_head and not np.array_equal(read("lm_head.weight"), read("model.embed_tokens.weight")):
         raise ValueError(
             f"{store.path}: lm_head.weight differs from model.embed_tokens.weight, but the config says that "
             "they are tied (tie_word_embeddings true)"
         )
-    return config, read_target_params(store.read, config, dtype)
+    return config, read_target_params(read, config, dtype)
+
+
+def _text_tensors(names: Iterable[str]) -> dict[str, str]:
+    """Names of a text model's tensors, and what the file calls them.
+
+    Where the language model is a part of a larger one (Gemma with vision or audio) its tensors have a longer prefix,
+    and those of the other parts are left out: text never meets them.
+    """
+    names = list(names)
+    for prefix in ("model.language_model.", "language_model.model."):
+        if any(name.startswith(prefix) for name in names):
+            inner = {"model." + name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+            heads = [name for name in names if name.removeprefix("language_model.") == "lm_head.weight"]
+            return inner | ({"lm_head.weight": heads[0]} if heads else {})
+    return {name: name for name in names}

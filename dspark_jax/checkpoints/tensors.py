@@ -16,7 +16,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from dspark_jax.drafters.config import DrafterConfig
-from dspark_jax.models.config import TransformerConfig
+from dspark_jax.models.config import AttentionConfig, TransformerConfig
+from dspark_jax.models.families import FAMILIES
 
 Shape = tuple[int, ...]
 Sizes = TransformerConfig | DrafterConfig
@@ -25,24 +26,41 @@ Read = Callable[[str], np.ndarray]
 _NAMED_AT_MOST = 4  # names that an error lists before it only counts
 
 
-def layer_shapes(prefix: str, sizes: Sizes) -> dict[str, Shape]:
+# Tensors of the norms, by parameter name; with sandwich norms (Gemma) `post_attention_layernorm` is another one.
+_NORMS = {"input_norm": "input_layernorm.weight", "post_norm": "post_attention_layernorm.weight"}
+_SANDWICH_NORMS = {
+    "input_norm": "input_layernorm.weight",
+    "attn_out_norm": "post_attention_layernorm.weight",
+    "post_norm": "pre_feedforward_layernorm.weight",
+    "mlp_out_norm": "post_feedforward_layernorm.weight",
+}
+
+
+def _norm_names(sandwich: bool) -> dict[str, str]:
+    return _SANDWICH_NORMS if sandwich else _NORMS
+
+
+def layer_shapes(prefix: str, sizes: Sizes, kind: AttentionConfig) -> dict[str, Shape]:
     """Names and shapes of one decoder layer's tensors in Hugging Face form; `prefix` ends with a dot."""
-    d, f, hd = sizes.hidden_size, sizes.intermediate_size, sizes.head_dim
-    queries, keys = sizes.num_heads * hd, sizes.num_kv_heads * hd
+    d, f, hd, traits = sizes.hidden_size, sizes.intermediate_size, kind.head_dim, FAMILIES[sizes.family]
+    queries, keys = sizes.num_heads * hd, kind.num_kv_heads * hd
     shapes: dict[str, Shape] = {
-        "input_layernorm.weight": (d,),
         "self_attn.q_proj.weight": (queries, d),
         "self_attn.k_proj.weight": (keys, d),
         "self_attn.v_proj.weight": (keys, d),
         "self_attn.o_proj.weight": (d, queries),
-        "post_attention_layernorm.weight": (d,),
         "mlp.gate_proj.weight": (f, d),
         "mlp.up_proj.weight": (f, d),
         "mlp.down_proj.weight": (d, f),
     }
+    shapes |= {name: (d,) for name in _norm_names(traits.sandwich_norms).values()}
+    if kind.shared_kv:
+        del shapes["self_attn.v_proj.weight"]
     if sizes.qk_norm:
         shapes["self_attn.q_norm.weight"] = (hd,)
         shapes["self_attn.k_norm.weight"] = (hd,)
+    if traits.layer_scalar:
+        shapes["layer_scalar"] = (1,)
     return {prefix + name: shape for name, shape in shapes.items()}
 
 
@@ -51,7 +69,7 @@ def target_shapes(config: TransformerConfig) -> dict[str, Shape]:
     d, vocab = config.hidden_size, config.vocab_size
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (vocab, d), "model.norm.weight": (d,)}
     for i in range(config.num_layers):
-        shapes |= layer_shapes(f"model.layers.{i}.", config)
+        shapes |= layer_shapes(f"model.layers.{i}.", config, config.attention(i))
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (vocab, d)
     return shapes
@@ -61,7 +79,9 @@ def read_target_params(read: Read, config: TransformerConfig, dtype: DTypeLike) 
     """Builds a target's parameters; `read` gives a tensor by its Hugging Face name, shaped as `target_shapes` says."""
     params: dict[str, Any] = {
         "embed": to_device(read("model.embed_tokens.weight"), dtype),  # [V, D]
-        "layers": tuple(read_layer(read, f"model.layers.{i}.", config, dtype) for i in range(config.num_layers)),
+        "layers": tuple(
+            read_layer(read, f"model.layers.{i}.", config, config.attention(i), dtype) for i in range(config.num_layers)
+        ),
         "final_norm": to_device(read("model.norm.weight"), dtype),  # [D]
     }
     if not config.tie_embeddings:
@@ -70,53 +90,63 @@ def read_target_params(read: Read, config: TransformerConfig, dtype: DTypeLike) 
 
 
 def read_layer(
-    read: Read, prefix: str, sizes: Sizes, dtype: DTypeLike, *, separate_queries: bool = False
+    read: Read,
+    prefix: str,
+    sizes: Sizes,
+    kind: AttentionConfig,
+    dtype: DTypeLike,
+    *,
+    separate_queries: bool = False,
 ) -> dict[str, jax.Array]:
     """Builds one layer's parameters; `read` gives a tensor by its Hugging Face name, shaped as `layer_shapes` says.
 
     With `separate_queries` (drafters, whose context has keys and values only) `qkv` comes as `q` and `kv`.
     """
-    d, hd, groups = sizes.hidden_size, sizes.head_dim, sizes.num_kv_heads
+    d, hd, groups, traits = sizes.hidden_size, kind.head_dim, kind.num_kv_heads, FAMILIES[sizes.family]
+    names = ("k",) if kind.shared_kv else ("k", "v")
     q = read(prefix + "self_attn.q_proj.weight").reshape(groups, -1, hd, d)  # [G, Q, hd, D]
-    k = read(prefix + "self_attn.k_proj.weight").reshape(groups, 1, hd, d)  # [G, 1, hd, D]
-    v = read(prefix + "self_attn.v_proj.weight").reshape(groups, 1, hd, d)  # [G, 1, hd, D]
+    kv = [read(prefix + f"self_attn.{name}_proj.weight").reshape(groups, 1, hd, d) for name in names]
     layer = {
-        "input_norm": read(prefix + "input_layernorm.weight"),  # [D]
         "o": read(prefix + "self_attn.o_proj.weight").reshape(d, groups, -1, hd),  # [D, G, Q, hd]
-        "post_norm": read(prefix + "post_attention_layernorm.weight"),  # [D]
         "gate_up": np.stack([read(prefix + f"mlp.{name}_proj.weight") for name in ("gate", "up")]),  # [2, F, D]
         "down": read(prefix + "mlp.down_proj.weight"),  # [D, F]
     }
+    layer |= {ours: read(prefix + name) for ours, name in _norm_names(traits.sandwich_norms).items()}  # [D] each
     if separate_queries:
-        layer |= {"q": q, "kv": np.concatenate([k, v], axis=1)}  # [G, Q, hd, D], [G, 2, hd, D]
+        layer |= {"q": q, "kv": np.concatenate(kv, axis=1)}  # [G, Q, hd, D], [G, 2 or 1, hd, D]
     else:
-        layer["qkv"] = np.concatenate([q, k, v], axis=1)  # [G, Q+2, hd, D]
+        layer["qkv"] = np.concatenate([q, *kv], axis=1)  # [G, Q + 2 or 1, hd, D]
     if sizes.qk_norm:
         layer["q_norm"] = read(prefix + "self_attn.q_norm.weight")  # [hd]
         layer["k_norm"] = read(prefix + "self_attn.k_norm.weight")  # [hd]
+    if traits.layer_scalar:
+        layer["scalar"] = read(prefix + "layer_scalar")[0]  # []
     return {name: to_device(array, dtype) for name, array in layer.items()}
 
 
-def layer_tensors(layer: Mapping[str, Any], prefix: str) -> dict[str, np.ndarray]:
+def layer_tensors(layer: Mapping[str, Any], prefix: str, sizes: Sizes, kind: AttentionConfig) -> dict[str, np.ndarray]:
     """The inverse of `read_layer`: one layer's parameters as named tensors, in the dtype that they have."""
+    traits = FAMILIES[sizes.family]
     parts = ("qkv",) if "qkv" in layer else ("q", "kv")
-    qkv = np.concatenate([np.asarray(layer[name]) for name in parts], axis=1)  # [G, Q+2, hd, D]
-    d = qkv.shape[-1]
+    qkv = np.concatenate([np.asarray(layer[name]) for name in parts], axis=1)  # [G, Q + 2 or 1, hd, D]
+    d, queries = qkv.shape[-1], sizes.num_heads // kind.num_kv_heads
     gate_up = np.asarray(layer["gate_up"])  # [2, F, D]
     tensors = {
-        "input_layernorm.weight": layer["input_norm"],
-        "self_attn.q_proj.weight": qkv[:, :-2].reshape(-1, d),  # [H*hd, D]
-        "self_attn.k_proj.weight": qkv[:, -2].reshape(-1, d),  # [G*hd, D]
-        "self_attn.v_proj.weight": qkv[:, -1].reshape(-1, d),  # [G*hd, D]
+        "self_attn.q_proj.weight": qkv[:, :queries].reshape(-1, d),  # [H*hd, D]
+        "self_attn.k_proj.weight": qkv[:, queries].reshape(-1, d),  # [G*hd, D]
         "self_attn.o_proj.weight": np.asarray(layer["o"]).reshape(d, -1),  # [D, H*hd]
-        "post_attention_layernorm.weight": layer["post_norm"],
         "mlp.gate_proj.weight": gate_up[0],
         "mlp.up_proj.weight": gate_up[1],
         "mlp.down_proj.weight": layer["down"],
     }
+    tensors |= {name: layer[ours] for ours, name in _norm_names(traits.sandwich_norms).items() if ours in layer}
+    if not kind.shared_kv:
+        tensors["self_attn.v_proj.weight"] = qkv[:, queries + 1].reshape(-1, d)  # [G*hd, D]
     if "q_norm" in layer:
         tensors["self_attn.q_norm.weight"] = layer["q_norm"]
         tensors["self_attn.k_norm.weight"] = layer["k_norm"]
+    if traits.layer_scalar:
+        tensors["layer_scalar"] = np.asarray(layer.get("scalar", np.ones((), np.float32))).reshape(1)
     return {prefix + name: np.asarray(array) for name, array in tensors.items()}
 
 

@@ -2,7 +2,7 @@
 
 A GGUF file stores vocabulary and merges, but only the *name* of its pre-tokenizer (the rule that cuts text into words
 before the merges). `_SPLITTERS` gives the rule by that name. An unknown name is refused, because a wrong rule shifts
-token boundaries without any error.
+token boundaries without any error. SentencePiece vocabularies (Gemma) are read by `scored_bpe`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as RawTokenizer
 
 from dspark_jax.checkpoints.gguf import GGUFFile, TokenType
+from dspark_jax.checkpoints.scored_bpe import scored_bpe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -237,12 +238,15 @@ def _generation_eos(file: Path) -> tuple[int, ...]:
 
 def _from_gguf(file: GGUFFile) -> Tokenizer:
     kind, splitter = file.need("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre", "default")
-    if kind != "gpt2":
-        raise ValueError(f"{file.path}: tokenizer.ggml.model {kind!r}: only 'gpt2' (byte-level BPE) is supported")
-    if splitter not in _SPLITTERS:
+    if kind not in ("gpt2", "llama"):
+        raise ValueError(
+            f"{file.path}: tokenizer.ggml.model {kind!r}: only 'gpt2' (byte-level BPE) and 'llama' (SentencePiece) "
+            "are supported"
+        )
+    if kind == "gpt2" and splitter not in _SPLITTERS:
         raise ValueError(f"{file.path}: tokenizer.ggml.pre {splitter!r}: supported are {sorted(_SPLITTERS)}")
     tokens: list[str] = file.need("tokenizer.ggml.tokens")[: file.num_tokens()]
-    raw = _byte_level_bpe(file, tokens, splitter)
+    raw = _byte_level_bpe(file, tokens, splitter) if kind == "gpt2" else scored_bpe(file, tokens)
     names = ("bos", "eos", "eot", "eom", "unknown", "padding")
     ids = {name: file.get(f"tokenizer.ggml.{name}_token_id") for name in names}
     for name, token in ids.items():
@@ -260,9 +264,12 @@ def _from_gguf(file: GGUFFile) -> Tokenizer:
         **named,
     )
     ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
+    if kind == "llama":  # Gemma's chats end their turns with these, which some files name under no key
+        ends += [i for i, token in enumerate(tokens) if token in ("<end_of_turn>", "<turn|>")]
     if splitter == "qwen2":  # Qwen's generation_config stops at this one too, which GGUF has no key for
         ends += [i for i, token in enumerate(tokens) if token == "<|endoftext|>"]
-    add_bos = file.get("tokenizer.ggml.add_bos_token", splitter == "llama-bpe") and ids["bos"] is not None
+    by_default = kind == "llama" or splitter == "llama-bpe"
+    add_bos = file.get("tokenizer.ggml.add_bos_token", by_default) and ids["bos"] is not None
     return Tokenizer(fast, eos_ids=ends, prefix_ids=[ids["bos"]] if add_bos else [])
 
 

@@ -327,7 +327,8 @@ def hidden_states(
         features [N, T, m*D] and final [N, T, D] in `dtype`, and the logits' log-sum-exp, float32 [N, T].
     """
     hidden = transformer.forward(params, config, ids, layer_ids)  # features [m*D, N*T], final [D, N*T]
-    normalizer = target_normalizer(transformer.head_weight(params), hidden.final.astype(dtype)).reshape(ids.shape)
+    head = transformer.head_weight(params)
+    normalizer = target_normalizer(head, hidden.final.astype(dtype), config.final_softcap).reshape(ids.shape)
     features, final = (part.astype(dtype).T.reshape(*ids.shape, -1) for part in (hidden.features, hidden.final))
     return features, final, normalizer
 

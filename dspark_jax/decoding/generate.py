@@ -278,8 +278,8 @@ class _Run:
     def fit(self, state: DecodeState, prompt: int = 0) -> DecodeState:
         """Caches with room for the next step of every slot at work, and for padded prompts of `prompt` tokens.
 
-        Attention reads the whole of a cache, so caches grow with the texts. They shrink to half or less only, since each
-        change copies them.
+        Attention reads the whole of a cache, so caches grow with the texts. Each change copies them, so they shrink to
+        half or less only.
         """
         ends = (len(w.request.prompt_ids) + w.length - 1 + self.engine.slots for w in self.slots.values())
         wanted = min(capacity_for(max(prompt, *ends, 1)), self.most)

@@ -154,7 +154,7 @@ def prefill(target_params: Params, draft_params: Params, new: NewRequests, *, en
         target_params, engine.target, cache, new.ids.reshape(-1), zero, packing, engine.capture
     )
     last = jnp.take(hidden.final, jnp.arange(prompts) * padded + new.lengths - 1, axis=1)  # [D, P]
-    logits = mask_padding(transformer.logits(target_params, last), engine.target)
+    logits = mask_padding(transformer.logits(target_params, last, engine.target.final_softcap), engine.target)
     first = choose(logits, new.sampling, new.lengths, engine.mode)  # [P]
     context = ()
     if engine.drafter:

@@ -161,7 +161,8 @@ def verify_and_commit(
     hidden, target_cache = transformer.extend(
         target_params, engine.target, state.target_cache, ids, state.start, packing, engine.capture
     )
-    logits = mask_padding(transformer.logits(target_params, hidden.final), engine.target)  # [V, B]
+    logits = transformer.logits(target_params, hidden.final, engine.target.final_softcap)
+    logits = mask_padding(logits, engine.target)  # [V, B]
     verdict = judge(logits, proposal, lengths, packing, state, engine, draft_params)
     draft_cache = proposal.cache
     if engine.drafter:

@@ -14,7 +14,8 @@ import jax
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.models.attention import Packing, cached_attention, write_rows
 from dspark_jax.models.cache import LayerCache, init_cache
-from dspark_jax.models.layers import gated_mlp, head_norm, linear, rms_norm, rope_tables, rotate
+from dspark_jax.models.layers import head_norm, linear, rms_norm, rope_tables, rotate
+from dspark_jax.models.transformer import add_attention, add_mlp, normed_values
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -28,16 +29,17 @@ def context_features(
     Args:
         features: `[m * D, B]`, or `[B, m * D]` with `linear_rows` as the `product`.
     """
-    return rms_norm(product(params["fc"], features), params["hidden_norm"], config.rms_norm_eps)
+    mixed = product(params["fc"], features)
+    return rms_norm(mixed, params["hidden_norm"], config.rms_norm_eps, config.traits.norm_offset)
 
 
 def project_kv(layer: Params, config: DrafterConfig, x: Array, tables: tuple[Array, Array]) -> tuple[Array, Array]:
     """Keys (normed, rotated) and values `[G, hd, B]` of `x [D, B]`: context features or the normed block stream."""
-    kv = linear(layer["kv"], x)  # [G, 2, hd, B]
-    k, v = kv[:, 0], kv[:, 1]
+    kv = linear(layer["kv"], x)  # [G, 2, hd, B]; [G, 1, hd, B] where keys and values are shared
+    k, v = kv[:, 0], kv[:, -1]
     if config.qk_norm:
-        k = head_norm(k, layer["k_norm"], config.rms_norm_eps)
-    return rotate(k, tables), v
+        k = head_norm(k, layer["k_norm"], config.rms_norm_eps, config.traits.norm_offset)
+    return rotate(k, tables), normed_values(v, config.traits, config.rms_norm_eps, layer["kv"].dtype)
 
 
 def block_layer(
@@ -48,14 +50,15 @@ def block_layer(
     attend: Callable[[Array, Array, Array], tuple[Array, Any]],
 ) -> tuple[Array, Any]:
     """One layer on the block stream `x [D, B]`; `attend(q, k, v)` adds the context's keys and values to the block's."""
-    normed = rms_norm(x, layer["input_norm"], config.rms_norm_eps)
+    eps, traits = config.rms_norm_eps, config.traits
+    normed = rms_norm(x, layer["input_norm"], eps, traits.norm_offset)
     q = linear(layer["q"], normed)  # [G, Q, hd, B]
     if config.qk_norm:
-        q = head_norm(q, layer["q_norm"], config.rms_norm_eps)
+        q = head_norm(q, layer["q_norm"], eps, traits.norm_offset)
     k, v = project_kv(layer, config, normed, tables)
     mixed, extra = attend(rotate(q, tables), k, v)
-    x = x + linear(layer["o"], mixed, num_inputs=3)
-    return x + gated_mlp(layer["gate_up"], layer["down"], rms_norm(x, layer["post_norm"], config.rms_norm_eps)), extra
+    x = add_attention(layer, traits, eps, x, mixed)
+    return add_mlp(layer, traits, eps, x), extra
 
 
 def run_block(
@@ -67,7 +70,7 @@ def run_block(
     for layer, attend in zip(params["layers"], attends, strict=True):
         x, extra = block_layer(layer, config, x, tables, attend)
         extras.append(extra)
-    return rms_norm(x, params["norm"], config.rms_norm_eps), extras
+    return rms_norm(x, params["norm"], config.rms_norm_eps, config.traits.norm_offset), extras
 
 
 def init_draft_cache(config: DrafterConfig, requests: int, capacity: int, dtype) -> tuple[LayerCache, ...]:
@@ -111,7 +114,7 @@ def block_states(
     Returns:
         Normed hidden states `[D, R * K]` and the cache (its context part is unchanged).
     """
-    scale = config.head_dim**-0.5
+    scale = config.score_scale
     attends = [
         lambda q, k, v, layer_cache=c: cached_attention(q, k, v, layer_cache, start, packing, scale, causal=False)
         for c in cache

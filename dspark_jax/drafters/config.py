@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dspark_jax.models.config import RopeConfig, TransformerConfig
+from dspark_jax.models.config import AttentionConfig, RopeConfig, TransformerConfig
+from dspark_jax.models.families import FAMILIES, Family
 
 HEAD_KINDS = ("none", "vanilla", "gated", "rnn")
 
@@ -27,7 +28,8 @@ class DrafterConfig:
         shares_embeddings: the checkpoint brings no embedding and head of its own, the target's are used.
         num_target_layers: L of the target it was made for.
         max_positions: positions that the drafter was built for, in tokens.
-        hidden_size .. rope: as in `TransformerConfig`.
+        hidden_size .. rope, shared_kv .. final_softcap: as in `TransformerConfig`; every layer of a drafter attends to
+            the whole context, so it has the form of the target's full layers.
     """
 
     block_size: int
@@ -52,6 +54,9 @@ class DrafterConfig:
     qk_norm: bool
     max_positions: int
     family: str
+    shared_kv: bool = False
+    attention_scale: float | None = None
+    final_softcap: float = 0.0
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -85,6 +90,21 @@ class DrafterConfig:
             )
 
     @property
+    def traits(self) -> Family:
+        """The family's switches."""
+        return FAMILIES[self.family]
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The attention of every layer."""
+        return AttentionConfig(self.num_kv_heads, self.head_dim, self.rope, self.shared_kv)
+
+    @property
+    def score_scale(self) -> float:
+        """What multiplies the attention scores."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
     def trims_vocabulary(self) -> bool:
         """Whether the draft head covers only part of the target's vocabulary (then `d2t` maps draft ids)."""
         return self.draft_vocab_size != self.vocab_size
@@ -93,12 +113,14 @@ class DrafterConfig:
         """Refuses a target that this drafter was not made for.
 
         Raises:
-            ValueError: hidden size, vocabulary or number of layers differ; the message names both values.
+            ValueError: hidden size, vocabulary, number of layers or the soft cap on logits differ; the message names
+                both values.
         """
         for name, mine, theirs in (
             ("hidden_size", self.hidden_size, target.hidden_size),
             ("vocab_size", self.vocab_size, target.vocab_size),
             ("num_target_layers", self.num_target_layers, target.num_layers),
+            ("final_logit_softcapping", self.final_softcap, target.final_softcap),
         ):
             if mine != theirs:
                 raise ValueError(

@@ -23,7 +23,7 @@ from dspark_jax.drafters.heads import (
 )
 from dspark_jax.models.attention import dense_packing
 from dspark_jax.models.cache import LayerCache
-from dspark_jax.models.layers import linear, take_rows
+from dspark_jax.models.layers import embed_rows, linear, softcap
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -100,9 +100,9 @@ def propose(
     """
     requests, slots = anchor.shape[0], config.block_size
     ids = block_ids(anchor, slots, config.mask_token_id)
-    x = take_rows(params["embed"], ids.reshape(-1))  # [D, R * K]
+    x = embed_rows(params["embed"], ids.reshape(-1), config.traits.scales_embeddings)  # [D, R * K]
     hidden, cache = block_states(params, config, cache, x, start, dense_packing(requests, slots))
-    base = linear(params["head"], hidden).reshape(-1, requests, slots)  # U, [Vd, R, K]
+    base = softcap(linear(params["head"], hidden), config.final_softcap).reshape(-1, requests, slots)  # U, [Vd, R, K]
     by_slot = (jnp.moveaxis(base, 2, 0), jnp.moveaxis(hidden.reshape(-1, requests, slots), 2, 0), jnp.arange(slots))
 
     def step(
@@ -146,23 +146,27 @@ def init_params(config: DrafterConfig, key: Array, dtype=jnp.float32) -> Params:
     def dense(*shape: int) -> Array:
         return (jax.random.normal(next(keys), shape) * 0.02).astype(dtype)
 
+    def unit(size: int) -> Array:  # a norm weight that leaves the scale alone
+        return jnp.full((size,), 1.0 - config.traits.norm_offset, dtype)
+
     def layer() -> Params:
-        norms = {name: jnp.ones((d,), dtype) for name in ("input_norm", "post_norm")}
+        outer = ("attn_out_norm", "mlp_out_norm") if config.traits.sandwich_norms else ()
+        norms = {name: unit(d) for name in ("input_norm", "post_norm", *outer)}
         if config.qk_norm:
-            norms |= {name: jnp.ones((hd,), dtype) for name in ("q_norm", "k_norm")}
+            norms |= {name: unit(hd) for name in ("q_norm", "k_norm")}
         per_group = config.num_heads // groups
         weights = {
             "q": dense(groups, per_group, hd, d),
-            "kv": dense(groups, 2, hd, d),
+            "kv": dense(groups, 1 if config.shared_kv else 2, hd, d),
             "o": dense(d, groups, per_group, hd),
         }
         return norms | weights | {"gate_up": dense(2, f, d), "down": dense(d, f)}
 
     params: Params = {
         "fc": dense(d, len(config.target_layer_ids) * d),
-        "hidden_norm": jnp.ones((d,), dtype),
+        "hidden_norm": unit(d),
         "layers": tuple(layer() for _ in range(config.num_layers)),
-        "norm": jnp.ones((d,), dtype),
+        "norm": unit(d),
     }
     if r:
         params["markov"] = {"w1": dense(config.vocab_size, r), "w2": jnp.zeros((config.draft_vocab_size, r), dtype)}

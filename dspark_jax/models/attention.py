@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.models.cache import LayerCache, write
+from dspark_jax.models.layers import softcap
 from dspark_jax.models.platform import for_cpu
 
 Array = jax.Array
@@ -78,23 +79,23 @@ def _total(weights: Array) -> Array:
     return (rows @ jnp.ones((rows.shape[1], 2)))[:, :1].reshape(*weights.shape[:-1], 1)
 
 
-def softmax_attention(q: Array, k: Array, v: Array, visible: Array, scale: float) -> Array:
+def softmax_attention(q: Array, k: Array, v: Array, visible: Array, scale: float, cap: float = 0.0) -> Array:
     """Grouped-query attention.
 
     Args:
         q: `[R, G, Q, S, hd]` float32. k, v: `[R * G, T, hd]`.
         visible: bool `[R, S, T]` or `[S, T]`; a query that sees nothing gets zeros.
-        scale: multiplies the scores.
+        scale: multiplies the scores. cap: soft cap on them, 0 for none.
 
     Returns:
         float32 `[R, G, Q, S, hd]`.
     """
     if q.shape[0] == q.shape[3] == 1 and for_cpu():  # one row rounds differently from two
         twice = jnp.repeat(q, 2, axis=3), jnp.repeat(visible, 2, axis=-2)
-        return softmax_attention(twice[0], k, v, twice[1], scale)[..., :1, :]
+        return softmax_attention(twice[0], k, v, twice[1], scale, cap)[..., :1, :]
     requests, groups, per_group, slots, head_dim = q.shape
     rows = (q * scale).astype(k.dtype).reshape(requests * groups, per_group * slots, head_dim)
-    scores = _scores(rows, k).reshape(requests, groups, per_group, slots, -1)
+    scores = softcap(_scores(rows, k), cap).reshape(requests, groups, per_group, slots, -1)
     visible = visible[..., None, None, :, :]  # [R or 1, 1, 1, S, T]
     scores = jnp.where(visible, scores, _MASKED)
     peak = jnp.max(scores, axis=-1, keepdims=True)
@@ -106,13 +107,23 @@ def softmax_attention(q: Array, k: Array, v: Array, visible: Array, scale: float
 
 
 def cached_attention(
-    q: Array, k: Array, v: Array, cache: LayerCache, start: Array, packing: Packing, scale: float, causal: bool = True
+    q: Array,
+    k: Array,
+    v: Array,
+    cache: LayerCache,
+    start: Array,
+    packing: Packing,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> tuple[Array, LayerCache]:
     """Writes the rows' keys and values into the cache, then attends to everything up to them.
 
     Args:
         q: `[G, Q, hd, B]`. k, v: `[G, hd, B]`. start: int32 `[R]`, position of each request's slot 0.
         causal: slot j sees positions `<= start + j`; otherwise all slots of the chunk see each other (draft blocks).
+        window: positions that a slot of a sliding layer sees, its own included; 0: all. cap: see `softmax_attention`.
 
     Returns:
         float32 `[G, Q, hd, B]`, and the cache with positions `start .. start + S - 1` overwritten.
@@ -121,8 +132,11 @@ def cached_attention(
     queries = jnp.transpose(unpack(q, packing.row), (3, 0, 1, 4, 2))  # [R, G, Q, S, hd]
     slots = packing.row.shape[1]
     last = start[:, None] + (jnp.arange(slots) if causal else jnp.full(slots, slots - 1))  # [R, S]
-    visible = jnp.arange(cache.keys.shape[1]) <= last[..., None]  # [R, S, T]
-    out = softmax_attention(queries, cache.keys, cache.values, visible, scale)
+    positions = jnp.arange(cache.keys.shape[1])
+    visible = positions <= last[..., None]  # [R, S, T]
+    if window:
+        visible &= positions > last[..., None] - window
+    out = softmax_attention(queries, cache.keys, cache.values, visible, scale, cap)
     return pack(jnp.transpose(out, (1, 2, 4, 0, 3)), packing), cache
 
 
@@ -136,12 +150,16 @@ def write_rows(cache: LayerCache, k: Array, v: Array, start: Array, packing: Pac
     return write(cache, keys, values, jnp.repeat(start, groups))
 
 
-def causal_attention(q: Array, k: Array, v: Array, sequences: int, scale: float) -> Array:
+def causal_attention(
+    q: Array, k: Array, v: Array, sequences: int, scale: float, window: int = 0, cap: float = 0.0
+) -> Array:
     """Whole sequences without a cache: rows are `sequences` x T tokens; float32 `[G, Q, hd, B]`."""
     split = [x.reshape(*x.shape[:-1], sequences, -1) for x in (q, k, v)]  # [..., N, T]
     length = split[0].shape[-1]
     queries = jnp.transpose(split[0], (3, 0, 1, 4, 2))  # [N, G, Q, T, hd]
     keys, values = (jnp.transpose(x, (2, 0, 3, 1)).reshape(-1, length, q.shape[2]) for x in split[1:])  # [N * G, T, hd]
     visible = jnp.tril(jnp.ones((length, length), bool))
-    out = softmax_attention(queries, keys, values, visible, scale)
+    if window:
+        visible &= ~jnp.tril(visible, -window)
+    out = softmax_attention(queries, keys, values, visible, scale, cap)
     return jnp.transpose(out, (1, 2, 4, 0, 3)).reshape(q.shape)

@@ -2,12 +2,14 @@
 
 Each layer owns two arrays `[R * G, T, hd]`, request-major: with one leading axis the attention product reads the very
 buffer that was written, and XLA keeps the update in place (a `[R, G, T, hd]` cache was copied eight times a step).
+G and hd may differ by layer. Sliding layers hold all positions too: their window is a mask.
 Writing puts a chunk of S consecutive positions at each request's start; nothing is ever copied or cropped: a request's
 length says which positions count, and later writes overwrite what was rejected.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -28,8 +30,15 @@ def init_cache(
     num_layers: int, requests: int, kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike
 ) -> tuple[LayerCache, ...]:
     """An empty cache: `num_layers` pairs of zero arrays `[R * G, capacity, hd]`; capacity in tokens."""
-    shape = (requests * kv_heads, capacity, head_dim)
-    return tuple(LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers))
+    return init_layer_caches([(kv_heads, head_dim)] * num_layers, requests, capacity, dtype)
+
+
+def init_layer_caches(
+    heads: Sequence[tuple[int, int]], requests: int, capacity: int, dtype: DTypeLike
+) -> tuple[LayerCache, ...]:
+    """An empty cache of layers with `heads` (G, hd) each: pairs of zero arrays `[R * G, capacity, hd]`."""
+    shapes = [(requests * groups, capacity, head_dim) for groups, head_dim in heads]
+    return tuple(LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for shape in shapes)
 
 
 def write(cache: LayerCache, keys: Array, values: Array, start: Array) -> LayerCache:
@@ -47,10 +56,9 @@ def insert(cache: tuple[LayerCache, ...], other: tuple[LayerCache, ...], slots: 
     A slot number of R or more drops that request; negative ones count from the end, as in numpy.
     """
 
-    groups = other[0].keys.shape[0] // slots.shape[0]
-    rows = (slots[:, None] * groups + jnp.arange(groups)).reshape(-1)  # [P * G]
-
     def put(into: Array, new: Array) -> Array:
+        groups = new.shape[0] // slots.shape[0]
+        rows = (slots[:, None] * groups + jnp.arange(groups)).reshape(-1)  # [P * G]
         return into.at[rows, : new.shape[1]].set(new.astype(into.dtype), mode="drop")
 
     return jax.tree.map(put, cache, other)

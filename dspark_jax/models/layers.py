@@ -100,9 +100,20 @@ def take_rows(table: Array, ids: Array) -> Array:
     return gather_rows(table, ids).T.astype(jnp.float32)
 
 
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """RMSNorm over axis 0 of `x [D, B]`, scaled by `weight [D]`; float32 out."""
-    return head_norm(x.astype(jnp.float32), weight, eps)
+def embed_rows(table: Array, ids: Array, scaled: bool) -> Array:
+    """Embeddings of `ids [B]` from `table [V, D]`: float32 `[D, B]`; `scaled`: times sqrt(D) in the table's dtype."""
+    rows = take_rows(table, ids)
+    return rows * jnp.asarray(table.shape[1] ** 0.5, table.dtype).astype(jnp.float32) if scaled else rows
+
+
+def softcap(x: Array, cap: float) -> Array:
+    """`cap * tanh(x / cap)`; `x` itself for cap 0."""
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
+def rms_norm(x: Array, weight: Array, eps: float, offset: float = 0.0) -> Array:
+    """RMSNorm over axis 0 of `x [D, B]`, scaled by `offset + weight [D]`; float32 out."""
+    return head_norm(x.astype(jnp.float32), weight, eps, offset)
 
 
 def _sum_squares(x: Array) -> Array:
@@ -119,24 +130,31 @@ def _sum_squares(x: Array) -> Array:
     return (ones @ jax.lax.optimization_barrier(squares))[..., :1, :columns]  # unfused: that too would change rounding
 
 
-def head_norm(x: Array, weight: Array, eps: float) -> Array:
-    """RMSNorm of each head: `x [..., hd, B]` over its next to last axis, scaled by `weight [hd]`; float32 out."""
+def head_norm(x: Array, weight: Array, eps: float, offset: float = 0.0) -> Array:
+    """RMSNorm of each head: `x [..., hd, B]` over axis -2, scaled by `offset + weight [hd]`; float32 out."""
     fixed_order = weight.dtype == jnp.bfloat16 and x.shape[-1] <= _FEW_ROWS and for_cpu()
     squares = _sum_squares(x) if fixed_order else jnp.sum(jnp.square(x), axis=-2, keepdims=True)
     scale = jax.lax.rsqrt(squares / x.shape[-2] + eps)
-    return x * scale * weight.astype(jnp.float32)[:, None]
+    normed = x * scale
+    factor = weight.astype(jnp.float32) + offset if offset else weight.astype(jnp.float32)
+    return normed * factor[:, None]
 
 
-def gated_mlp(gate_up: Array, down: Array, x: Array) -> Array:
-    """SwiGLU `down @ (silu(gate @ x) * (up @ x))`: `gate_up [2, F, D]`, `down [D, F]`, `x` and float32 out `[D, B]`."""
+def gated_mlp(gate_up: Array, down: Array, x: Array, activation: str = "silu") -> Array:
+    """Gated MLP `down @ (act(gate @ x) * (up @ x))`, act being `silu` or `gelu` (tanh form).
+
+    `gate_up [2, F, D]`, `down [D, F]`, `x` and float32 out `[D, B]`.
+    """
     hidden = linear(gate_up, x)  # [2, F, B]
-    return linear(down, jax.nn.silu(hidden[0]) * hidden[1])  # [D, B]
+    act = jax.nn.silu if activation == "silu" else jax.nn.gelu  # jax's gelu is the tanh form
+    return linear(down, act(hidden[0]) * hidden[1])  # [D, B]
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Array:
     """Angles per position of each rotated pair, float32 `[hd/2]`, with the config's scaling applied.
 
-    Sources: linear (position interpolation), llama3 (Llama 3.1's bands), yarn (Peng et al. 2023, NTK by parts).
+    Sources: linear (position interpolation), llama3 (Llama 3.1's bands), yarn (Peng et al. 2023, NTK by parts), and
+    proportional (Gemma4: the first pairs rotate as in a whole head, the others not at all).
     """
     pairs = head_dim // 2
     base = rope.theta ** (-jnp.arange(pairs, dtype=jnp.float32) * 2.0 / head_dim)  # [hd/2]
@@ -144,6 +162,8 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Array:
         return base
     if rope.kind == "linear":
         return base / rope.factor
+    if rope.kind == "proportional":
+        return jnp.where(jnp.arange(pairs) < int(rope.rotary_fraction * head_dim // 2), base / rope.factor, 0.0)
     if rope.kind == "llama3":
         turns = rope.original_max_position * base / (2 * math.pi)
         smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

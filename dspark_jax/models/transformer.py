@@ -4,12 +4,15 @@ Parameters (weights `[out, in]`, Q = H / G query heads per KV head):
     {"embed": [V, D], "layers": ({...},) * L, "final_norm": [D], "head": [V, D] unless tied}
     layer: {"input_norm": [D], "qkv": [G, Q+2, hd, D], "q_norm", "k_norm": [hd] where the family has them,
             "o": [D, G, Q, hd], "post_norm": [D], "gate_up": [2, F, D], "down": [D, F]}
+Layers with `shared_kv` have "qkv": [G, Q+1, hd, D], where the last is key and value. "post_norm" is the norm before the
+MLP. Families with sandwich norms add "attn_out_norm", "mlp_out_norm": [D], and Gemma4 "scalar": [] (1 where absent).
 Layers are separate arrays: in decoding they are read faster than slices of one stacked array.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +20,19 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dspark_jax.models.attention import Packing, cached_attention, causal_attention
-from dspark_jax.models.cache import LayerCache, init_cache
-from dspark_jax.models.config import TransformerConfig
-from dspark_jax.models.layers import gated_mlp, head_norm, linear, rms_norm, rope_tables, rotate, take_rows
+from dspark_jax.models.cache import LayerCache, init_layer_caches
+from dspark_jax.models.config import AttentionConfig, TransformerConfig
+from dspark_jax.models.families import Family
+from dspark_jax.models.layers import (
+    embed_rows,
+    gated_mlp,
+    head_norm,
+    linear,
+    rms_norm,
+    rope_tables,
+    rotate,
+    softcap,
+)
 from dspark_jax.models.platform import for_cpu
 
 Array = jax.Array
@@ -39,9 +52,9 @@ class Hidden(NamedTuple):
     features: Array
 
 
-def embed(params: Params, ids: Array) -> Array:
-    """Embeddings of `ids [B]` as float32 `[D, B]`."""
-    return take_rows(params["embed"], ids)
+def embed(params: Params, config: TransformerConfig, ids: Array) -> Array:
+    """Embeddings of `ids [B]` as float32 `[D, B]`, scaled where the family does so."""
+    return embed_rows(params["embed"], ids, config.traits.scales_embeddings)
 
 
 def head_weight(params: Params) -> Array:
@@ -49,35 +62,58 @@ def head_weight(params: Params) -> Array:
     return params["head"] if "head" in params else params["embed"]
 
 
-def logits(params: Params, final: Array) -> Array:
-    """LM head on final-normed states `[D, B]` -> float32 `[V, B]`."""
-    return linear(head_weight(params), final)
+def logits(params: Params, final: Array, cap: float = 0.0) -> Array:
+    """LM head on final-normed states `[D, B]` -> float32 `[V, B]`; `cap`: the config's `final_softcap`."""
+    return softcap(linear(head_weight(params), final), cap)
 
 
 def project_qkv(
-    layer: Params, config: TransformerConfig, x: Array, tables: tuple[Array, Array]
+    layer: Params, config: TransformerConfig, kind: AttentionConfig, x: Array, tables: tuple[Array, Array]
 ) -> tuple[Array, Array, Array]:
     """Queries `[G, Q, hd, B]`, keys and values `[G, hd, B]` of normed `x [D, B]`, norms and RoPE applied; float32."""
-    qkv = linear(layer["qkv"], x)  # [G, Q+2, hd, B]
-    q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
+    qkv = linear(layer["qkv"], x)  # [G, Q+2, hd, B], Q+1 where keys and values are shared
+    queries = config.num_heads // kind.num_kv_heads
+    q, k, v = qkv[:, :queries], qkv[:, queries], qkv[:, -1]
+    eps, offset = config.rms_norm_eps, config.traits.norm_offset
     if config.qk_norm:
-        q = head_norm(q, layer["q_norm"], config.rms_norm_eps)
-        k = head_norm(k, layer["k_norm"], config.rms_norm_eps)
-    return rotate(q, tables), rotate(k, tables), v
+        q = head_norm(q, layer["q_norm"], eps, offset)
+        k = head_norm(k, layer["k_norm"], eps, offset)
+    return rotate(q, tables), rotate(k, tables), normed_values(v, config.traits, eps, layer["qkv"].dtype)
+
+
+def normed_values(v: Array, traits: Family, eps: float, dtype: DTypeLike) -> Array:
+    """Value heads `[G, hd, B]`, normed (without a weight) where the family does so; `dtype`: the parameters'."""
+    return head_norm(v, jnp.ones(v.shape[-2], dtype), eps) if traits.value_norm else v
+
+
+def add_attention(layer: Params, traits: Family, eps: float, x: Array, mixed: Array) -> Array:
+    """The residual stream `x [D, B]` after attention that gave `mixed [G, Q, hd, B]`."""
+    out = linear(layer["o"], mixed, num_inputs=3)
+    return x + (rms_norm(out, layer["attn_out_norm"], eps, traits.norm_offset) if traits.sandwich_norms else out)
+
+
+def add_mlp(layer: Params, traits: Family, eps: float, x: Array) -> Array:
+    """The residual stream `x [D, B]` after the layer's MLP and, in Gemma4, its scalar (which is never trained)."""
+    normed = rms_norm(x, layer["post_norm"], eps, traits.norm_offset)
+    out = gated_mlp(layer["gate_up"], layer["down"], normed, traits.activation)
+    x = x + (rms_norm(out, layer["mlp_out_norm"], eps, traits.norm_offset) if traits.sandwich_norms else out)
+    return x * jax.lax.stop_gradient(layer["scalar"]).astype(jnp.float32) if "scalar" in layer else x
 
 
 def decoder_layer(
     layer: Params,
     config: TransformerConfig,
+    kind: AttentionConfig,
     x: Array,
     tables: tuple[Array, Array],
     attend: Attend,
 ) -> tuple[Array, Any]:
     """One pre-norm layer on the residual stream `x [D, B]`; also returns what `attend` returned beside its output."""
-    q, k, v = project_qkv(layer, config, rms_norm(x, layer["input_norm"], config.rms_norm_eps), tables)
-    mixed, extra = attend(q, k, v)  # [G, Q, hd, B]
-    x = x + linear(layer["o"], mixed, num_inputs=3)
-    return x + gated_mlp(layer["gate_up"], layer["down"], rms_norm(x, layer["post_norm"], config.rms_norm_eps)), extra
+    eps = config.rms_norm_eps
+    normed = rms_norm(x, layer["input_norm"], eps, config.traits.norm_offset)
+    mixed, extra = attend(*project_qkv(layer, config, kind, normed, tables))  # [G, Q, hd, B]
+    x = add_attention(layer, config.traits, eps, x, mixed)
+    return add_mlp(layer, config.traits, eps, x), extra
 
 
 def _run_layers(
@@ -89,17 +125,19 @@ def _run_layers(
     capture: tuple[int, ...],
 ) -> tuple[Hidden, list[Any]]:
     """All layers on rows `ids [B]` at `positions [B]`, layer i attending by `attends[i]`; also their extra outputs."""
-    x = embed(params, ids)  # [D, B]
-    tables = rope_tables(config.rope, config.head_dim, positions)
+    x = embed(params, config, ids)  # [D, B]
+    kinds = [config.attention(i) for i in range(config.num_layers)]
+    tables = {kind: rope_tables(kind.rope, kind.head_dim, positions) for kind in dict.fromkeys(kinds)}
     captured = {-1: x}
     extras = []
-    for i, (layer, attend) in enumerate(zip(params["layers"], attends, strict=True)):
-        x, extra = decoder_layer(layer, config, x, tables, attend)
+    for i, (layer, kind, attend) in enumerate(zip(params["layers"], kinds, attends, strict=True)):
+        x, extra = decoder_layer(layer, config, kind, x, tables[kind], attend)
         extras.append(extra)
         if i in capture:
             captured[i] = x
     features = jnp.concatenate([captured[i] for i in capture]) if capture else jnp.zeros((0, x.shape[1]))
-    return Hidden(rms_norm(x, params["final_norm"], config.rms_norm_eps), features), extras
+    final = rms_norm(x, params["final_norm"], config.rms_norm_eps, config.traits.norm_offset)
+    return Hidden(final, features), extras
 
 
 def extend(
@@ -128,9 +166,9 @@ def extend(
         ids = jnp.repeat(ids, 2)
         packing = Packing(jnp.repeat(packing.request, 2), jnp.repeat(packing.offset, 2), packing.row)
     positions = start[packing.request] + packing.offset
-    scale = config.head_dim**-0.5
     attends = [
-        lambda q, k, v, layer_cache=c: cached_attention(q, k, v, layer_cache, start, packing, scale) for c in cache
+        partial(cached_attention, cache=c, start=start, packing=packing, **_score_options(config, i))
+        for i, c in enumerate(cache)
     ]
     hidden, caches = _run_layers(params, config, ids, positions, attends, capture)
     return Hidden(hidden.final[:, :rows], hidden.features[:, :rows]), tuple(caches)
@@ -140,33 +178,50 @@ def forward(params: Params, config: TransformerConfig, ids: Array, capture: tupl
     """Whole sequences `ids [N, T]` causally, without a cache: `Hidden` with B = N * T rows (sequence-major)."""
     sequences, length = ids.shape
     positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), sequences)
-    scale = config.head_dim**-0.5
-    attend = lambda q, k, v: (causal_attention(q, k, v, sequences, scale), None)  # noqa: E731
-    return _run_layers(params, config, ids.reshape(-1), positions, [attend] * config.num_layers, capture)[0]
+
+    def attend_in(layer: int) -> Attend:
+        options = _score_options(config, layer)
+        return lambda q, k, v: (causal_attention(q, k, v, sequences, **options), None)
+
+    attends = [attend_in(i) for i in range(config.num_layers)]
+    return _run_layers(params, config, ids.reshape(-1), positions, attends, capture)[0]
+
+
+def _score_options(config: TransformerConfig, layer: int) -> dict[str, Any]:
+    window = config.attention(layer).window
+    return {"scale": config.score_scale(layer), "window": window, "cap": config.attention_softcap}
 
 
 def init_target_cache(
     config: TransformerConfig, requests: int, capacity: int, dtype: DTypeLike
 ) -> tuple[LayerCache, ...]:
     """Empty caches of all layers for `requests` requests of up to `capacity` tokens."""
-    return init_cache(config.num_layers, requests, config.num_kv_heads, capacity, config.head_dim, dtype)
+    kinds = [config.attention(i) for i in range(config.num_layers)]
+    return init_layer_caches([(kind.num_kv_heads, kind.head_dim) for kind in kinds], requests, capacity, dtype)
 
 
 def init_params(config: TransformerConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
     """Random parameters (normal, fan-in scaled), for tests and shape evaluation."""
     keys = iter(jax.random.split(key, 4 * config.num_layers + 2))
-    d, f, groups, hd = config.hidden_size, config.intermediate_size, config.num_kv_heads, config.head_dim
+    d, f, traits = config.hidden_size, config.intermediate_size, config.traits
 
     def dense(shape: tuple[int, ...], fan_in: int) -> Array:
         return (jax.random.normal(next(keys), shape) * fan_in**-0.5).astype(dtype)
 
-    def layer() -> Params:
-        norms = {name: jnp.ones((d,), dtype) for name in ("input_norm", "post_norm")}
+    def unit(size: int) -> Array:  # a norm weight that leaves the scale alone
+        return jnp.full((size,), 1.0 - traits.norm_offset, dtype)
+
+    def layer(kind: AttentionConfig) -> Params:
+        groups, hd = kind.num_kv_heads, kind.head_dim
+        outer = ("attn_out_norm", "mlp_out_norm") if traits.sandwich_norms else ()
+        norms = {name: unit(d) for name in ("input_norm", "post_norm", *outer)}
         if config.qk_norm:
-            norms |= {name: jnp.ones((hd,), dtype) for name in ("q_norm", "k_norm")}
-        per_group = config.queries_per_group
+            norms |= {name: unit(hd) for name in ("q_norm", "k_norm")}
+        if traits.layer_scalar:
+            norms["scalar"] = jnp.ones((), dtype)
+        per_group = config.num_heads // groups
         return norms | {
-            "qkv": dense((groups, per_group + 2, hd, d), d),
+            "qkv": dense((groups, per_group + (1 if kind.shared_kv else 2), hd, d), d),
             "o": dense((d, groups, per_group, hd), config.num_heads * hd),
             "gate_up": dense((2, f, d), d),
             "down": dense((d, f), f),
@@ -174,8 +229,8 @@ def init_params(config: TransformerConfig, key: Array, dtype: DTypeLike = jnp.fl
 
     params = {
         "embed": dense((config.vocab_size, d), d),
-        "layers": tuple(layer() for _ in range(config.num_layers)),
-        "final_norm": jnp.ones((d,), dtype),
+        "layers": tuple(layer(config.attention(i)) for i in range(config.num_layers)),
+        "final_norm": unit(d),
     }
     if not config.tie_embeddings:
         params["head"] = dense((config.vocab_size, d), d)

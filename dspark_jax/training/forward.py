@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from dspark_jax.drafters.backbone import context_features, project_kv, run_block
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.drafters.heads import teacher_forced_vectors
-from dspark_jax.models.layers import linear_rows, rope_tables, row_major, take_rows
+from dspark_jax.models.layers import embed_rows, linear_rows, rope_tables, row_major
 from dspark_jax.models.platform import for_cpu
 from dspark_jax.training.anchors import BlockTargets
 
@@ -59,7 +59,7 @@ def block_forward(
     first = jnp.where(keep, targets.prev_ids[..., 0], config.mask_token_id)
     masks = jnp.full((sequences, blocks, slots - 1), config.mask_token_id, first.dtype)
     ids = jnp.concatenate([first[..., None], masks], axis=2).reshape(-1)
-    x = take_rows(embed, ids)  # [D, N * A * K]
+    x = embed_rows(embed, ids, config.traits.scales_embeddings)  # [D, N * A * K]
     visible = (jnp.arange(length) < anchors[..., None]) & keep[..., None]  # [N, A, T]
 
     dtype = params["fc"].dtype
@@ -67,7 +67,7 @@ def block_forward(
     def attend_with(layer: Params):
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
             context_kv = project_kv(layer, config, context, context_tables)
-            return block_attention(q, k, v, *context_kv, visible, keep, config.head_dim**-0.5, dtype), None
+            return block_attention(q, k, v, *context_kv, visible, keep, config.score_scale, dtype), None
 
         return attend
 

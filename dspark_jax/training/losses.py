@@ -9,6 +9,7 @@ chunk is taken along with its value, and nothing of that size is kept or made ag
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.drafters.heads import confidence_logits, markov_bias
-from dspark_jax.models.layers import gather_rows, linear, linear_rows
+from dspark_jax.models.layers import gather_rows, linear, linear_rows, softcap
 from dspark_jax.training.anchors import BlockTargets, block_targets
 from dspark_jax.training.forward import BlockStates, block_forward
 
@@ -81,16 +82,26 @@ def draft_ids(frozen: Params) -> Array | None:
     return jnp.arange(frozen["d2t"].shape[0], dtype=jnp.int32) + frozen["d2t"]
 
 
-def target_normalizer(head: Array, final: Array) -> Array:
-    """log-sum-exp of the target's logits over the whole vocabulary, float32 `[B]`, for `final [D, B]`, in chunks."""
+def target_normalizer(head: Array, final: Array, cap: float = 0.0) -> Array:
+    """log-sum-exp of the target's logits over the whole vocabulary, float32 `[B]`, for `final [D, B]`, in chunks.
+
+    `cap`: the target's `final_softcap`.
+    """
     rows = final.shape[1]
     chunks = jnp.pad(final, ((0, 0), (0, -rows % _CHUNK))).reshape(final.shape[0], -1, _CHUNK)
-    sums = jax.lax.map(lambda x: jax.nn.logsumexp(linear(head, x), axis=0), jnp.moveaxis(chunks, 1, 0))
+    sums = jax.lax.map(lambda x: jax.nn.logsumexp(softcap(linear(head, x), cap), axis=0), jnp.moveaxis(chunks, 1, 0))
     return sums.reshape(-1)[:rows]
 
 
 def slot_terms(
-    params: Params, head: Array, hidden: Array, vectors: Array, final: Array, normalizer: Array | None, labels: Array
+    params: Params,
+    head: Array,
+    hidden: Array,
+    vectors: Array,
+    final: Array,
+    normalizer: Array | None,
+    labels: Array,
+    cap: float = 0.0,
 ) -> SlotTerms:
     """Loss terms of S slots.
 
@@ -99,12 +110,13 @@ def slot_terms(
         hidden: `[D, S]`. vectors: `[r, S]`. final: target states that predict the labels, `[S, D]`.
         normalizer: log-sum-exp of the target's whole logits `[S]`; None where the draft vocabulary is the whole one.
         labels: int32 `[S]`, draft ids; negative where the label is not in the draft vocabulary.
+        cap: soft cap on the target's logits and on the draft's base logits; 0 for none.
     """
-    logits = linear(head, hidden)  # [Vd, S]
+    logits = softcap(linear(head, hidden), cap)  # [Vd, S]
     if vectors.shape[0]:
         logits = logits + markov_bias(params, vectors)
     log_draft = jax.nn.log_softmax(logits, axis=0)
-    target_logits = jax.lax.stop_gradient(linear_rows(head, final))
+    target_logits = softcap(jax.lax.stop_gradient(linear_rows(head, final)), cap)
     target = jax.nn.softmax(target_logits, 0) if normalizer is None else jnp.exp(target_logits - normalizer)
     outside = jnp.maximum(1.0 - jnp.sum(target, axis=0), 0.0) if normalizer is not None else 0.0
     l1 = jnp.sum(jnp.abs(jnp.exp(log_draft) - target), axis=0) + outside
@@ -120,11 +132,13 @@ def all_slot_terms(
     normalizer: Array | None,
     labels: Array,
     weights: tuple[Array | None, Array | None],
+    cap: float = 0.0,
 ) -> tuple[Array, SlotTerms]:
     """`slot_terms` of all S slots, `_CHUNK` at a time, and their weighted sum.
 
     Args:
-        params, head, final, normalizer, labels: as `slot_terms` takes them. states: hidden `[D, S]`, vectors `[r, S]`.
+        params, head, final, normalizer, labels, cap: as `slot_terms` takes them.
+        states: hidden `[D, S]`, vectors `[r, S]`.
         weights: of CE and of the l1 distance, `[S]` each; None leaves the term out of the sum, and its gradient undone.
 
     Returns:
@@ -143,23 +157,27 @@ def all_slot_terms(
     final = jnp.pad(final, ((0, padding), (0, 0))).reshape(-1, _CHUNK, final.shape[1])  # [C, chunk, D]
     fixed = (final, chunked(normalizer), chunked(labels, -1), tuple(chunked(w) for w in weights))
     w2 = params["markov"]["w2"] if states.vectors.shape[0] else None
-    total, terms = _chunk_sums(w2, chunked(states.hidden), chunked(states.vectors), head, fixed)
+    total, terms = _chunk_sums(w2, chunked(states.hidden), chunked(states.vectors), head, fixed, cap)
     return total, SlotTerms(*(jax.lax.stop_gradient(x.reshape(-1)[:rows]) for x in terms))
 
 
-@jax.custom_vjp
-def _chunk_sums(w2: Array | None, hidden: Array, vectors: Array, head: Array, fixed: tuple) -> tuple[Array, SlotTerms]:
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _chunk_sums(
+    w2: Array | None, hidden: Array, vectors: Array, head: Array, fixed: tuple, cap: float
+) -> tuple[Array, SlotTerms]:
     """Weighted sum over C chunks `[C, ..., chunk]`, and their terms `[C, chunk]`."""
-    sums, terms = jax.lax.map(lambda x: _chunk_sum(w2, x[0], x[1], head, x[2]), (hidden, vectors, fixed))
+    sums, terms = jax.lax.map(lambda x: _chunk_sum(w2, x[0], x[1], head, x[2], cap), (hidden, vectors, fixed))
     return jnp.sum(sums), terms
 
 
-def _chunk_sums_forward(w2: Array | None, hidden: Array, vectors: Array, head: Array, fixed: tuple) -> tuple:
+def _chunk_sums_forward(
+    w2: Array | None, hidden: Array, vectors: Array, head: Array, fixed: tuple, cap: float
+) -> tuple:
     """`_chunk_sums`, and as residuals its gradients."""
     grad = jax.value_and_grad(_chunk_sum, argnums=(0, 1, 2), has_aux=True)
 
     def body(dw2: Array | None, chunk: tuple) -> tuple:
-        (value, terms), (step, *grads) = grad(w2, chunk[0], chunk[1], head, chunk[2])
+        (value, terms), (step, *grads) = grad(w2, chunk[0], chunk[1], head, chunk[2], cap)
         return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), dw2, step), (value, terms, grads)
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), w2)
@@ -169,17 +187,19 @@ def _chunk_sums_forward(w2: Array | None, hidden: Array, vectors: Array, head: A
     return (jnp.sum(sums), terms), (dw2, *grads)
 
 
-def _chunk_sums_backward(grads: tuple, cotangent: tuple[Array, SlotTerms]) -> tuple:
+def _chunk_sums_backward(cap: float, grads: tuple, cotangent: tuple[Array, SlotTerms]) -> tuple:
     return (*jax.tree.map(lambda x: (x * cotangent[0]).astype(x.dtype), grads), None, None)
 
 
 _chunk_sums.defvjp(_chunk_sums_forward, _chunk_sums_backward)
 
 
-def _chunk_sum(w2: Array | None, hidden: Array, vectors: Array, head: Array, fixed: tuple) -> tuple[Array, SlotTerms]:
+def _chunk_sum(
+    w2: Array | None, hidden: Array, vectors: Array, head: Array, fixed: tuple, cap: float
+) -> tuple[Array, SlotTerms]:
     """Weighted sum of one chunk, and its terms."""
     final, normalizer, labels, weights = fixed
-    terms = slot_terms({"markov": {"w2": w2}}, head, hidden, vectors, final, normalizer, labels)
+    terms = slot_terms({"markov": {"w2": w2}}, head, hidden, vectors, final, normalizer, labels, cap)
     pairs = zip(weights, (terms.ce, terms.l1), strict=True)
     return sum((jnp.sum(w * x) for w, x in pairs if w is not None), jnp.zeros(())), terms
 
@@ -217,7 +237,7 @@ def block_loss(
     states = block_forward(params, frozen["embed"], config, features, anchors, keep, targets)
     shape = targets.labels.shape
     weights = position_weights(targets.supervised.astype(jnp.float32), loss.decay)  # [N, A, K]
-    total, terms = _slot_terms_of_batch(params, frozen, states, batch, targets, loss, weights)
+    total, terms = _slot_terms_of_batch(params, frozen, states, batch, targets, loss, weights, config.final_softcap)
     ce, l1, in_vocab = (x.reshape(shape) for x in terms)
     accept = jnp.clip(1 - 0.5 * l1, 0.0, 1.0)
     sums = {
@@ -248,10 +268,11 @@ def _slot_terms_of_batch(
     targets: BlockTargets,
     loss: LossConfig,
     weights: Array,
+    cap: float,
 ) -> tuple[Array, SlotTerms]:
     """Gathers the aligned target states and labels of all slots; the loss of CE and TV, and the terms `[N * A * K]`.
 
-    `weights`: float32 `[N, A, K]`, of the positions.
+    `weights`: float32 `[N, A, K]`, of the positions. `cap`: soft cap on logits, 0 for none.
     """
     ids = draft_ids(frozen)
     length = batch.input_ids.shape[1]
@@ -261,7 +282,7 @@ def _slot_terms_of_batch(
     labels, normalizer, head = targets.labels.reshape(-1), None, frozen["head"]
     if ids is not None:
         if batch.normalizer is None:
-            everywhere = jax.lax.stop_gradient(target_normalizer(frozen["head"], flat.T))
+            everywhere = jax.lax.stop_gradient(target_normalizer(frozen["head"], flat.T, cap))
         else:
             everywhere = batch.normalizer.reshape(-1)
         normalizer = jnp.take(everywhere, source)
@@ -273,7 +294,7 @@ def _slot_terms_of_batch(
         loss.ce * _mean(in_vocab, jnp.sum(in_vocab)) if loss.ce > 0 else None,
         loss.tv * _mean(weights, jnp.sum(weights)) if loss.tv > 0 else None,
     )
-    return all_slot_terms(params, head, states, gather_rows(flat, source), normalizer, labels, scaled)
+    return all_slot_terms(params, head, states, gather_rows(flat, source), normalizer, labels, scaled, cap)
 
 
 def slot_metrics(accept: Array, targets: BlockTargets, weights: Array, confidence: Array | None) -> Metrics:

@@ -178,4 +178,7 @@ def drafter_config(shape: DrafterSettings, target: TransformerConfig) -> Drafter
         qk_norm=target.qk_norm,
         max_positions=target.max_positions,
         family=target.family,
+        shared_kv=target.shared_kv,
+        attention_scale=target.attention_scale,
+        final_softcap=target.final_softcap,
     )

@@ -14,7 +14,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from dspark_jax.checkpoints.gguf import gguf_name
 from dspark_jax.checkpoints.tensors import target_shapes
-from dspark_jax.models.config import FAMILIES, RopeConfig, TransformerConfig
+from dspark_jax.models.config import RopeConfig, TransformerConfig
+from dspark_jax.models.families import FAMILIES
 
 MERGES = ["Ġ t", "h e", "Ġt he", "i n", "Ċ Ċ", "Ġ Ġ", "e r"]
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -37,7 +38,7 @@ def small_config(arch: str, *, tied: bool = False, **changes: Any) -> Transforme
         "head_dim": 16 if arch == "llama" else 24,
         "rms_norm_eps": 1e-5,
         "rope": RopeConfig(theta=10000.0),
-        "qk_norm": FAMILIES[arch]["qk_norm"],
+        "qk_norm": FAMILIES[arch].qk_norm,
         "tie_embeddings": tied,
         "max_positions": 512,
         "num_tokens": len(token_list()),
@@ -135,7 +136,7 @@ def recipe(config: TransformerConfig, tensors: Mapping[str, np.ndarray], *, unus
     }
     permuted = ("q_proj.weight", "k_proj.weight")
     stored = {
-        gguf_name(name): halves_to_pairs(array, config.head_dim)
+        gguf_name(name, arch): halves_to_pairs(array, config.head_dim)
         if arch == "llama" and name.endswith(permuted)
         else array
         for name, array in tensors.items()

@@ -17,7 +17,7 @@ from dspark_jax.checkpoints.hf import count_tokens, read_hf_target, resolve
 from dspark_jax.checkpoints.tensors import layer_tensors, target_shapes
 from dspark_jax.models.config import RopeConfig
 
-TARGETS = ["llama_tied", "qwen3_tied", "qwen3_untied"]
+TARGETS = ["llama_tied", "qwen3_tied", "qwen3_untied", "gemma4"]
 
 
 @pytest.fixture
@@ -42,9 +42,10 @@ def test_golden_targets_hold_their_files_tensors(name, golden):
     stored = load_file(golden / "targets" / name / "model.safetensors")
     tensors = {"model.embed_tokens.weight": params["embed"], "model.norm.weight": params["final_norm"]}
     for i, layer in enumerate(params["layers"]):
-        tensors |= layer_tensors(layer, f"model.layers.{i}.")
+        tensors |= layer_tensors(layer, f"model.layers.{i}.", config, config.attention(i))
     if not config.tie_embeddings:
         tensors["lm_head.weight"] = params["head"]
+    stored = {key.replace("model.language_model.", "model."): tensor for key, tensor in stored.items()}
     assert set(tensors) == set(stored) == set(target_shapes(config))
     for key, tensor in stored.items():
         np.testing.assert_array_equal(np.asarray(tensors[key]), tensor)

@@ -162,7 +162,8 @@ def test_qwen_composes_characters(tmp_path):
     [
         ({"tokenizer.ggml.pre": "tekken"}, "m.gguf: tokenizer.ggml.pre 'tekken': supported are .*smollm"),
         ({"tokenizer.ggml.pre": "deepseek-llm"}, "deepseek-llm"),
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model 'llama': only 'gpt2'"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model 'bert': only 'gpt2'"),
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.add_space_prefix true or missing"),
         ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model is missing"),
         ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges is missing"),
         ({"tokenizer.ggml.merges": ["q z"]}, "m.gguf: tokens and merges do not belong together"),

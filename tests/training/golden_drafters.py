@@ -24,6 +24,9 @@ NAMES = (
     "dspark_qwen3_rnn",
     "dspark_qwen3_tied_embed_noconf",
     "dflash_qwen3",
+    "dspark_gemma4_vanilla",
+    "dspark_gemma4_rnn_embed",
+    "dflash_gemma4",
 )
 
 
@@ -86,6 +89,12 @@ def run_loss(case: Case) -> tuple[float, dict[str, Any]]:
 
 
 def named_gradients(case: Case, grads: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
-    """A gradient pytree under the checkpoint's tensor names, through the writer of checkpoints."""
+    """A gradient pytree under the checkpoint's tensor names, through the writer of checkpoints.
+
+    Layer scalars are no trainable parameters: their gradients must be 0, and are left out.
+    """
     write_drafter(folder / "grads", case.config, grads, storage_dtype="float32", include_embeddings=False)
-    return load_file(folder / "grads" / "model.safetensors")
+    named = load_file(folder / "grads" / "model.safetensors")
+    scalars = [name for name in named if name.endswith("layer_scalar")]
+    assert not any(named.pop(name).any() for name in scalars)
+    return named

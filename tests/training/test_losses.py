@@ -33,6 +33,7 @@ EDGES = (
     ("dspark_qwen3_vanilla", "train_zero"),
     ("dflash_qwen3", "train_zero"),
     ("dspark_qwen3_vanilla", "train_allzero"),
+    ("dspark_gemma4_vanilla", "train_few"),
 )
 TERMS = ("ce_loss", "l1_loss", "confidence_loss")
 
