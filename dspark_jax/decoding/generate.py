@@ -19,7 +19,7 @@ from dspark_jax.decoding.sampling import Mode, Sampling, SamplingParams
 from dspark_jax.decoding.schedule import Schedule, buckets_for
 from dspark_jax.decoding.state import DecodeState, Engine, NewRequests, admit, init_state
 from dspark_jax.decoding.step import run_rounds
-from dspark_jax.drafters.dspark import bind
+from dspark_jax.drafters.interface import bind
 from dspark_jax.models.transformer import head_weight
 
 _SHORTEST = 32  # prompts are padded to powers of two from here on, tokens

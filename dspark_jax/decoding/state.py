@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from dspark_jax.decoding.sampling import Mode, Sampling, choose
 from dspark_jax.decoding.schedule import Schedule
-from dspark_jax.drafters.backbone import ingest, init_draft_cache
-from dspark_jax.drafters.config import DrafterConfig
+from dspark_jax.drafters import interface
+from dspark_jax.drafters.interface import AnyConfig, Committed
 from dspark_jax.models import transformer
 from dspark_jax.models.attention import dense_packing
 from dspark_jax.models.cache import LayerCache, insert
@@ -32,7 +32,7 @@ class Engine:
     """
 
     target: TransformerConfig
-    drafter: DrafterConfig | None
+    drafter: AnyConfig | None
     schedule: Schedule
     mode: Mode
     stop_ids: tuple[int, ...]
@@ -66,7 +66,7 @@ class DecodeState(NamedTuple):
     """R request slots.
 
     Attributes:
-        target_cache, draft_cache: caches of T positions; positions below `start` count.
+        target_cache: caches of T positions; positions below `start` count. draft_cache: the drafter's memory.
         anchor: int32 `[R]`, last committed token, in no cache yet. start: int32 `[R]`, its position.
         tokens: int32 `[R, M]`, generated tokens so far (the first from prefill). length: int32 `[R]`, how many.
         limit: int32 `[R]`, tokens to generate at most. active: bool `[R]`. stopped: bool `[R]`, ended by a stop token.
@@ -75,7 +75,7 @@ class DecodeState(NamedTuple):
     """
 
     target_cache: tuple[LayerCache, ...]
-    draft_cache: tuple[LayerCache, ...]
+    draft_cache: Any
     anchor: Array
     start: Array
     tokens: Array
@@ -102,7 +102,9 @@ class NewRequests(NamedTuple):
 def init_state(engine: Engine, requests: int, capacity: int, max_tokens: int, threshold: float = 0.0) -> DecodeState:
     """R empty slots with caches of `capacity` tokens and room for `max_tokens` generated ones."""
     ints = lambda: jnp.zeros((requests,), jnp.int32)  # noqa: E731
-    draft_cache = init_draft_cache(engine.drafter, requests, capacity, engine.cache_dtype) if engine.drafter else ()
+    draft_cache = ()
+    if engine.drafter:
+        draft_cache = interface.init_memory(engine.drafter, requests, capacity, engine.cache_dtype)
     floats = lambda value: jnp.full((requests,), value, jnp.float32)  # noqa: E731
     return DecodeState(
         target_cache=transformer.init_target_cache(engine.target, requests, capacity, engine.cache_dtype),
@@ -154,9 +156,13 @@ def admit(
     first = choose(logits, new.sampling, new.lengths, engine.mode)  # [P]
     draft_cache = state.draft_cache
     if engine.drafter:
-        context = init_draft_cache(engine.drafter, prompts, padded, engine.cache_dtype)
-        context = ingest(draft_params, engine.drafter, context, hidden.features, zero, packing)
-        draft_cache = insert(draft_cache, context, new.slots)
+        last_slot = new.lengths - 1
+        shifted = jnp.pad(new.ids[:, 1:], ((0, 0), (0, 1)))
+        following = jnp.where(jnp.arange(padded) == last_slot[:, None], first[:, None], shifted)  # [P, S]
+        context = interface.init_memory(engine.drafter, prompts, padded, engine.cache_dtype)
+        seen = Committed(hidden, zero, new.ids[:, 0], following, last_slot, packing)
+        context = interface.ingest(engine.drafter, draft_params, context, seen)
+        draft_cache = interface.insert(engine.drafter, draft_cache, context, new.slots)
     stopped = is_stop(first, engine.stop_ids)
     put = lambda old, value: old.at[new.slots].set(value, mode="drop")  # noqa: E731
     return DecodeState(
