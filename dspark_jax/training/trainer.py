@@ -26,16 +26,16 @@ from jax.sharding import Mesh
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-from dspark_jax.checkpoints.deepspec import write_drafter
+from dspark_jax.checkpoints.drafters import write_drafter
 from dspark_jax.checkpoints.load import Drafter, Target, embedded_target_path, load_target
 from dspark_jax.data.hidden_cache import build_cache, cache_key, fingerprint
 from dspark_jax.data.pipeline import Pipeline
 from dspark_jax.data.records import TrainingSample, samples_from_records
 from dspark_jax.decoding.generate import Generator, Request
 from dspark_jax.decoding.sampling import SamplingParams
-from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.models.transformer import head_weight
 from dspark_jax.training.checkpoint import Checkpoints
+from dspark_jax.training.objectives import TrainableConfig, check_loss
 from dspark_jax.training.optimizer import cosine_schedule, learning_rate, make_optimizer
 from dspark_jax.training.settings import TrainSettings, drafter_config, resolve_dtype
 from dspark_jax.training.step import Step, TrainState, data_mesh, init_state, make_step, replicate, split
@@ -57,7 +57,7 @@ class Run(NamedTuple):
 
     settings: TrainSettings
     target: Target
-    config: DrafterConfig
+    config: TrainableConfig
     pipeline: Pipeline
     held_out: list[TrainingSample]
     d2t: np.ndarray | None
@@ -188,6 +188,7 @@ def prepare(settings: TrainSettings) -> Run:
     samples, held_out = read_samples(settings)
     target = load_target(settings.target or embedded_target_path(), dtype=dtype)
     config = drafter_config(settings.drafter, target.config)
+    check_loss(config, settings.loss)
     check_tokens(samples + held_out, target)
     cache = None
     if not settings.online:
@@ -270,7 +271,7 @@ def stop_ids(target: Target) -> tuple[int, ...]:
 
 
 def draft_vocabulary(
-    samples: Sequence[TrainingSample], config: DrafterConfig, always: Sequence[int] = ()
+    samples: Sequence[TrainingSample], config: TrainableConfig, always: Sequence[int] = ()
 ) -> np.ndarray:
     """The draft head's tokens: the most frequent supervised ones and `always`, as ascending offsets.
 
