@@ -5,6 +5,7 @@ Block drafters draw anchors for each update; Eagle3 and MTP train on every posit
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -58,3 +59,12 @@ def drafter_loss(
     if isinstance(config, Eagle3Config):
         return eagle3_loss(trainable, frozen, config, loss, batch, compute_dtype)
     return mtp_loss(trainable, frozen, config, loss, batch, compute_dtype)
+
+
+def recorded_fields(config: TrainableConfig, loss: LossConfig, num_anchors: int) -> dict[str, Any]:
+    """What DeepSpec's `config.json` says about how a drafter was trained."""
+    if isinstance(config, DrafterConfig):
+        return {"num_anchors": num_anchors}
+    if isinstance(config, Eagle3Config):
+        return {"step_loss_decay": math.exp(-1 / loss.decay) if loss.decay > 0 else 1.0}
+    return {}

@@ -194,7 +194,7 @@ def _soft_terms(inputs: list[Array], finals: list[Array], frozen: Params, weight
     """
     ids = draft_ids(frozen)
     head = frozen["head"] if ids is None else jnp.take(frozen["head"], ids, axis=0)
-    whole = frozen["head"] if ids is not None else None
+    whole = (frozen["head"], ids) if ids is not None else None
     rows = weights.size
     padding = -rows % _CHUNK
     chunks = (rows + padding) // _CHUNK
@@ -207,26 +207,31 @@ def _soft_terms(inputs: list[Array], finals: list[Array], frozen: Params, weight
     return total, StepTerms(*(jax.lax.stop_gradient(x.reshape(-1)[:rows]) for x in terms))
 
 
-def _soft_chunk(hidden: Array, head: Array, whole: Array | None, final: Array, weights: Array) -> Any:
-    """Weighted sum of one chunk, and its terms. `whole`: the full head where `head` is a part of it."""
+def _soft_chunk(hidden: Array, head: Array, whole: tuple[Array, Array] | None, final: Array, weights: Array) -> Any:
+    """Weighted sum of one chunk, and its terms. `whole`: the full head `[V, D]`, of which `head` has the rows `ids`."""
     log_draft = jax.nn.log_softmax(linear(head, hidden), axis=0)  # [Vd, chunk]
     logits = linear_rows(head, final)
-    full = linear_rows(whole, final) if whole is not None else logits
+    full = linear_rows(whole[0], final) if whole is not None else logits
     target = jnp.exp(logits - jax.nn.logsumexp(full, axis=0))
     ce = -jnp.sum(target * log_draft, axis=0)
     accept = jnp.sum(jnp.minimum(target, jnp.exp(log_draft)), axis=0)
-    hit = jnp.take_along_axis(logits, jnp.argmax(log_draft, axis=0)[None], axis=0)[0] == jnp.max(full, axis=0)
+    best = jnp.argmax(log_draft, axis=0)
+    hit = jnp.argmax(full, axis=0) == (best if whole is None else whole[1][best])
     return jnp.sum(weights * ce), StepTerms(ce, accept, hit.astype(jnp.float32))
 
 
 @jax.custom_vjp
-def _chunked(hidden: Array, head: Array, whole: Array | None, final: Array, weights: Array) -> tuple[Array, StepTerms]:
+def _chunked(
+    hidden: Array, head: Array, whole: tuple[Array, Array] | None, final: Array, weights: Array
+) -> tuple[Array, StepTerms]:
     """`_soft_chunk` over chunks `[C, ..]`; the gradient reaches `hidden` alone."""
     sums, terms = jax.lax.map(lambda x: _soft_chunk(x[0], head, whole, *x[1:]), (hidden, final, weights))
     return jnp.sum(sums), terms
 
 
-def _chunked_forward(hidden: Array, head: Array, whole: Array | None, final: Array, weights: Array) -> tuple:
+def _chunked_forward(
+    hidden: Array, head: Array, whole: tuple[Array, Array] | None, final: Array, weights: Array
+) -> tuple:
     """The value, and as residual the gradient: made along with it, so nothing of the vocabulary's size is kept."""
 
     def one(x: tuple) -> tuple:

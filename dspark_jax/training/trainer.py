@@ -35,7 +35,7 @@ from dspark_jax.decoding.generate import Generator, Request
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.models.transformer import head_weight
 from dspark_jax.training.checkpoint import Checkpoints
-from dspark_jax.training.objectives import TrainableConfig, check_loss
+from dspark_jax.training.objectives import TrainableConfig, check_loss, recorded_fields
 from dspark_jax.training.optimizer import cosine_schedule, learning_rate, make_optimizer
 from dspark_jax.training.settings import TrainSettings, drafter_config, resolve_dtype
 from dspark_jax.training.step import Step, TrainState, data_mesh, init_state, make_step, replicate, split
@@ -303,7 +303,7 @@ def drafter_of(run: Run, state: TrainState) -> Drafter:
 def export(run: Run, state: TrainState) -> None:
     """Write the drafter into OUTPUT/drafter, in DeepSpec's format; embedding and head stay with the target."""
     weights = jax.device_get(state.best) | ({} if run.d2t is None else {"d2t": run.d2t})
-    extra = {"num_anchors": run.settings.num_anchors}
+    extra = recorded_fields(run.config, run.settings.loss, run.settings.num_anchors)
     write_drafter(run.output / "drafter", run.config, weights, extra=extra, include_embeddings=False)
 
 
