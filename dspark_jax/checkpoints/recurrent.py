@@ -22,10 +22,11 @@ from dspark_jax.checkpoints.store import TensorStore, read_json
 from dspark_jax.checkpoints.tensors import Shape, check_tensors, to_device
 from dspark_jax.drafters.eagle3 import Eagle3Config
 from dspark_jax.drafters.mtp import MTPConfig
-from dspark_jax.models.config import FAMILIES, TransformerConfig
+from dspark_jax.models.config import TransformerConfig
 
 Config = Eagle3Config | MTPConfig
 _LAYER = "layers.0."
+_ALWAYS_NORMED = ("qwen3",)  # families whose attention has q and k norms
 CLASSES: dict[str, tuple[type, str]] = {
     "Qwen3Eagle3Model": (Eagle3Config, "qwen3"),
     "LlamaEagle3Model": (Eagle3Config, "llama"),
@@ -129,7 +130,7 @@ def _parse_config(raw: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Config
         head_dim=sizes.head_dim,
         rms_norm_eps=sizes.rms_norm_eps,
         rope=sizes.rope,
-        qk_norm=FAMILIES[family]["qk_norm"] or _LAYER + "self_attn.q_norm.weight" in shapes,
+        qk_norm=sizes.qk_norm or _LAYER + "self_attn.q_norm.weight" in shapes,
         max_positions=sizes.max_positions,
         family=family,
     )
@@ -183,7 +184,7 @@ def config_fields(config: Config) -> dict[str, Any]:
     names = {(kind, family): name for name, (kind, family) in CLASSES.items()}
     if (type(config), config.family) not in names:
         raise ValueError(f"family {config.family!r}: {type(config).__name__} has no class for it")
-    if FAMILIES[config.family]["qk_norm"] and not config.qk_norm:
+    if config.family in _ALWAYS_NORMED and not config.qk_norm:
         raise ValueError(f"qk_norm false: layers of family {config.family} always have q and k norms")
     fields: dict[str, Any] = {
         "architectures": [names[type(config), config.family]],

@@ -27,6 +27,7 @@ from dspark_jax.models.transformer import Hidden
 Array = jax.Array
 Params = dict[str, Any]
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]  # q, k, v -> mixed values, and what else is kept
+_FAMILIES = ("llama", "qwen3")
 Draw = Callable[[Array, Array], tuple[Array, Array, Array]]
 
 
@@ -62,6 +63,8 @@ class RecurrentConfig:
     family: str
 
     def __post_init__(self) -> None:
+        if self.family not in _FAMILIES:
+            raise ValueError(f"family {self.family!r}: these drafters have layers of one of {_FAMILIES}")
         sizes = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_positions")
         for name in ("block_size", *sizes):
             if getattr(self, name) < 1:

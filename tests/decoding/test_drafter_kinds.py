@@ -105,7 +105,7 @@ def test_lookup_equals_a_plain_loop(limits: tuple[int, int]) -> None:
         if wanted:
             assert proposal.tokens[i].tolist() == wanted
             found += 1
-    assert 10 < found < 64
+    assert 2 < found < 64
 
 
 def test_no_match_at_the_first_token() -> None:
