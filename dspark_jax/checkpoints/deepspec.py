@@ -42,12 +42,12 @@ _WRITTEN_TYPES = {"gemma3": "gemma3_text", "gemma4": "gemma4_unified_text"}  # m
 _OTHER_CLASSES = {
     "DFlashDraftModel": "z-lab's slot convention: the anchor slot predicts nothing, B slots give B - 1 drafts",
     "DSparkDraftModel": "SpecForge's layout: everything under dflash_config, another slot convention may hold",
-    "Qwen3Eagle3Model": "an Eagle3 drafter, not supported yet",
+    "Qwen3Eagle3Model": "an Eagle3 drafter, read it by `load_drafter`",
     "Gemma4Eagle3Model": "an Eagle3 drafter, not supported yet",
     "LlamaForCausalLMEagle3": "an Eagle3 drafter, not supported yet",
 }
 _STORAGE = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-_CONFIG_FILE = "config.json"
+CONFIG_FILE = "config.json"
 
 # Parameter names of the sequential heads, and their tensors.
 _MARKOV_TENSORS = {
@@ -82,12 +82,12 @@ def read_drafter(folder: str | Path, dtype: DTypeLike) -> tuple[DrafterConfig, d
         ValueError: another class or format, a config that contradicts itself, damaged files, tensors that do not fit.
     """
     folder = Path(folder)
-    raw = read_json(folder / _CONFIG_FILE)
-    with _naming(folder / _CONFIG_FILE):
+    raw = read_json(folder / CONFIG_FILE)
+    with naming(folder / CONFIG_FILE):
         family = _family(raw)
     store = TensorStore(folder)
     shapes = store.shapes()
-    with _naming(folder / _CONFIG_FILE):
+    with naming(folder / CONFIG_FILE):
         config = _parse_config(raw, family, shapes)
     if config.trims_vocabulary and "d2t" not in shapes:
         raise ValueError(
@@ -103,7 +103,7 @@ def read_drafter(folder: str | Path, dtype: DTypeLike) -> tuple[DrafterConfig, d
 
 
 @contextmanager
-def _naming(file: Path) -> Iterator[None]:
+def naming(file: Path) -> Iterator[None]:
     """Puts the file's name before the message of an error about its content."""
     try:
         yield
@@ -243,13 +243,13 @@ def _read_params(store: TensorStore, config: DrafterConfig, dtype: DTypeLike) ->
             "w": array("confidence_head.proj.weight")[0],  # [D (+ r)]
             "b": array("confidence_head.proj.bias")[0],  # []
         }
-    offsets = _read_offsets(store, config)
+    offsets = read_offsets(store, config)
     if offsets is not None:
         params["d2t"] = jnp.asarray(offsets)  # int32 [Vd]
     return params
 
 
-def _read_offsets(store: TensorStore, config: DrafterConfig) -> np.ndarray | None:
+def read_offsets(store: TensorStore, config: Any) -> np.ndarray | None:
     """The vocabulary map as int32 offsets `[Vd]`, checked; None for a full draft vocabulary.
 
     Raises:
@@ -275,7 +275,7 @@ def _read_offsets(store: TensorStore, config: DrafterConfig) -> np.ndarray | Non
     return offsets.astype(np.int32)
 
 
-def check_offsets(offsets: np.ndarray, config: DrafterConfig, name: str = "d2t") -> None:
+def check_offsets(offsets: np.ndarray, config: Any, name: str = "d2t") -> None:
     """Checks that `offsets [Vd]` map draft ids to distinct target ids.
 
     Raises:
@@ -313,21 +313,37 @@ def write_drafter(
         ValueError: parameters that do not fit the config, an `extra` field that contradicts it, or a folder that holds
             other files.
     """
+    write_folder(
+        folder, config_fields(config), _named_tensors(config, params, include_embeddings), extra, storage_dtype
+    )
+
+
+def write_folder(
+    folder: str | Path,
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    extra: Mapping[str, Any] | None,
+    storage_dtype: str,
+) -> None:
+    """Writes `config.json` and the weights of any kind of drafter; `write_drafter` explains the arguments and errors.
+
+    Args:
+        fields: the config's own fields. tensors: by name; `d2t` is stored as int64.
+    """
     folder = Path(folder)
     if storage_dtype not in _STORAGE:
         raise ValueError(f"storage_dtype {storage_dtype!r}: must be one of {sorted(_STORAGE)}")
-    fields = config_fields(config) | {"dtype": storage_dtype}
+    fields = {**fields, "dtype": storage_dtype}
     for name, value in (extra or {}).items():
         if name in fields and fields[name] != value:
             raise ValueError(f"extra field {name} {value!r}: the drafter's config says {fields[name]!r}")
-    tensors = _named_tensors(config, params, include_embeddings)
     stored = {name: tensor.astype(_STORAGE[storage_dtype]) for name, tensor in tensors.items() if name != "d2t"}
     if "d2t" in tensors:
         stored["d2t"] = tensors["d2t"].astype(np.int64)
     with _replacing(folder) as fresh:
         save_file(stored, fresh / SINGLE_FILE, metadata={"format": "pt"})
         text = json.dumps({**(extra or {}), **fields}, indent=2, sort_keys=True)
-        (fresh / _CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+        (fresh / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def config_fields(config: DrafterConfig) -> dict[str, Any]:
@@ -362,7 +378,7 @@ def config_fields(config: DrafterConfig) -> dict[str, Any]:
         "num_target_layers": config.num_target_layers,
         "markov_rank": config.markov_rank,
         "enable_confidence_head": config.confidence,
-        **(_gemma_fields(config) if config.family in _WRITTEN_TYPES else _rope_fields(config.rope)),
+        **(_gemma_fields(config) if config.family in _WRITTEN_TYPES else rope_fields(config.rope)),
     }
     if config.traits.activation == "silu":
         fields["hidden_act"] = "silu"
@@ -383,7 +399,7 @@ def _gemma_fields(config: DrafterConfig) -> dict[str, Any]:
         "hidden_activation": "gelu_pytorch_tanh",
         "final_logit_softcapping": config.final_softcap or None,
         "rope_parameters": {
-            "full_attention": _rope_fields(config.rope)["rope_parameters"],
+            "full_attention": rope_fields(config.rope)["rope_parameters"],
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},  # read by nobody, but expected
         },
     }
@@ -398,7 +414,7 @@ def _gemma_fields(config: DrafterConfig) -> dict[str, Any]:
     }
 
 
-def _rope_fields(rope: RopeConfig) -> dict[str, Any]:
+def rope_fields(rope: RopeConfig) -> dict[str, Any]:
     """RoPE settings in both forms: `rope_parameters`, and `rope_theta` with `rope_scaling` for older readers."""
     scaling: dict[str, Any] = {"rope_type": rope.kind}
     if rope.kind != "default" and (rope.kind != "proportional" or rope.factor != 1):
@@ -455,7 +471,7 @@ def _named_tensors(config: DrafterConfig, params: Mapping[str, Any], embeddings:
 def _replacing(folder: Path) -> Iterator[Path]:
     """Gives an empty folder beside `folder` to fill, and puts it in `folder`'s place when the block ends well."""
     folder = folder.absolute()
-    foreign = sorted(set(os.listdir(folder)) - {_CONFIG_FILE, SINGLE_FILE}) if folder.exists() else []
+    foreign = sorted(set(os.listdir(folder)) - {CONFIG_FILE, SINGLE_FILE}) if folder.exists() else []
     if foreign:
         raise ValueError(f"{folder}: holds {foreign[0]}, which is no part of a drafter; give a new or empty folder")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from dspark_jax.checkpoints.deepspec import read_drafter
+from dspark_jax.checkpoints.drafters import read_drafter
 from dspark_jax.checkpoints.gguf import read_gguf_target
 from dspark_jax.checkpoints.hf import read_hf_target, resolve
 from dspark_jax.checkpoints.tokenizer import Tokenizer, load_tokenizer
-from dspark_jax.drafters.config import DrafterConfig
+from dspark_jax.drafters.interface import AnyConfig
 from dspark_jax.models.config import TransformerConfig
 
 EMBEDDED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -57,7 +57,7 @@ class Drafter:
         path: local folder that it came from.
     """
 
-    config: DrafterConfig
+    config: AnyConfig
     params: dict[str, Any] = field(repr=False)
     path: Path
 
@@ -80,7 +80,7 @@ def load_target(path: str | Path, *, dtype: DTypeLike = jnp.float32, mesh: Mesh 
 
 
 def load_drafter(path: str | Path, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Drafter:
-    """Loads a drafter in DeepSpec's format.
+    """Loads a drafter in DeepSpec's format: DSpark, DFlash, Eagle3 or MTP, as its config says.
 
     Args:
         path: a folder or a hub id.

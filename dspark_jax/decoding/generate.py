@@ -19,7 +19,7 @@ from dspark_jax.decoding.sampling import Mode, Sampling, SamplingParams
 from dspark_jax.decoding.schedule import Schedule, buckets_for
 from dspark_jax.decoding.state import DecodeState, Engine, NewRequests, admit, init_state, prefill, with_capacity
 from dspark_jax.decoding.step import run_rounds
-from dspark_jax.drafters.dspark import bind
+from dspark_jax.drafters.interface import bind
 from dspark_jax.models.transformer import head_weight
 
 _SHORTEST = 32  # prompts are padded to powers of two from here on, tokens
@@ -258,7 +258,7 @@ class _Run:
         capacities = sorted({min(c, most) for c in capacities})
         for i, capacity in enumerate(capacities):
             for smaller in (0, *capacities[:i]):  # changes of size, both ways
-                state = with_capacity(with_capacity(state, smaller), capacity)
+                state = with_capacity(with_capacity(state, smaller, self.engine), capacity, self.engine)
             for size, new, ready in groups:
                 if size <= capacity:
                     state = _admit(state, new, ready, engine=self.engine)
@@ -284,7 +284,7 @@ class _Run:
         ends = (len(w.request.prompt_ids) + w.length - 1 + self.engine.slots for w in self.slots.values())
         wanted = min(capacity_for(max(prompt, *ends, 1)), self.most)
         now = state.target_cache[0].keys.shape[1]
-        return state if wanted == now or now // 2 < wanted < now else with_capacity(state, wanted)
+        return state if wanted == now or now // 2 < wanted < now else with_capacity(state, wanted, self.engine)
 
     def padded(self, request: Request) -> int:
         return padded_length(len(request.prompt_ids))

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from dspark_jax.decoding.sampling import Mode, Sampling, choose
 from dspark_jax.decoding.schedule import Schedule
-from dspark_jax.drafters.backbone import ingest, init_draft_cache
-from dspark_jax.drafters.config import DrafterConfig
+from dspark_jax.drafters import interface
+from dspark_jax.drafters.interface import AnyConfig, Committed
 from dspark_jax.models import transformer
 from dspark_jax.models.attention import dense_packing
 from dspark_jax.models.cache import LayerCache, insert
@@ -33,7 +33,7 @@ class Engine:
     """
 
     target: TransformerConfig
-    drafter: DrafterConfig | None
+    drafter: AnyConfig | None
     schedule: Schedule
     mode: Mode
     stop_ids: tuple[int, ...]
@@ -67,7 +67,7 @@ class DecodeState(NamedTuple):
     """R request slots.
 
     Attributes:
-        target_cache, draft_cache: caches of T positions; positions below `start` count.
+        target_cache: caches of T positions; positions below `start` count. draft_cache: the drafter's memory.
         anchor: int32 `[R]`, last committed token, in no cache yet. start: int32 `[R]`, its position.
         tokens: int32 `[R, M]`, generated tokens so far (the first from prefill). length: int32 `[R]`, how many.
         limit: int32 `[R]`, tokens to generate at most. active: bool `[R]`. stopped: bool `[R]`, ended by a stop token.
@@ -76,7 +76,7 @@ class DecodeState(NamedTuple):
     """
 
     target_cache: tuple[LayerCache, ...]
-    draft_cache: tuple[LayerCache, ...]
+    draft_cache: Any
     anchor: Array
     start: Array
     tokens: Array
@@ -100,13 +100,21 @@ class NewRequests(NamedTuple):
     sampling: Sampling
 
 
+def init_caches(engine: Engine, requests: int, capacity: int) -> tuple[tuple[LayerCache, ...], Any]:
+    """Empty caches of the target and the drafter (an empty tuple without one), for R requests of `capacity` tokens."""
+    target = transformer.init_target_cache(engine.target, requests, capacity, engine.cache_dtype)
+    if engine.drafter is None:
+        return target, ()
+    return target, interface.init_memory(engine.drafter, requests, capacity, engine.cache_dtype)
+
+
 def init_state(engine: Engine, requests: int, capacity: int, max_tokens: int, threshold: float = 0.0) -> DecodeState:
     """R empty slots with caches of `capacity` tokens and room for `max_tokens` generated ones."""
     ints = lambda: jnp.zeros((requests,), jnp.int32)  # noqa: E731
-    draft_cache = init_draft_cache(engine.drafter, requests, capacity, engine.cache_dtype) if engine.drafter else ()
     floats = lambda value: jnp.full((requests,), value, jnp.float32)  # noqa: E731
+    target_cache, draft_cache = init_caches(engine, requests, capacity)
     return DecodeState(
-        target_cache=transformer.init_target_cache(engine.target, requests, capacity, engine.cache_dtype),
+        target_cache=target_cache,
         draft_cache=draft_cache,
         anchor=ints(),
         start=ints(),
@@ -140,7 +148,7 @@ class Prefilled(NamedTuple):
     """P prompts after prefill: caches of the padded length, and the first sampled token `first [P]` (int32)."""
 
     target_cache: tuple[LayerCache, ...]
-    draft_cache: tuple[LayerCache, ...]
+    draft_cache: Any
     first: Array
 
 
@@ -158,8 +166,12 @@ def prefill(target_params: Params, draft_params: Params, new: NewRequests, *, en
     first = choose(logits, new.sampling, new.lengths, engine.mode)  # [P]
     context = ()
     if engine.drafter:
-        empty = init_draft_cache(engine.drafter, prompts, padded, engine.cache_dtype)
-        context = ingest(draft_params, engine.drafter, empty, hidden.features, zero, packing)
+        last_slot = new.lengths - 1
+        shifted = jnp.pad(new.ids[:, 1:], ((0, 0), (0, 1)))
+        following = jnp.where(jnp.arange(padded) == last_slot[:, None], first[:, None], shifted)  # [P, S]
+        seen = Committed(hidden, zero, new.ids[:, 0], following, last_slot, packing)
+        empty = interface.init_memory(engine.drafter, prompts, padded, engine.cache_dtype)
+        context = interface.ingest(engine.drafter, draft_params, empty, seen)
     return Prefilled(cache, context, first)
 
 
@@ -169,11 +181,14 @@ def admit(state: DecodeState, new: NewRequests, ready: Prefilled, *, engine: Eng
     A slot keeps nothing of the request that had it before: its length restarts, and what lies beyond it is never read.
     """
     first = ready.first
+    memory = state.draft_cache
+    if engine.drafter:
+        memory = interface.insert(engine.drafter, memory, ready.draft_cache, new.slots)
     stopped = is_stop(first, engine.stop_ids)
     put = lambda old, value: old.at[new.slots].set(value, mode="drop")  # noqa: E731
     return DecodeState(
         target_cache=insert(state.target_cache, ready.target_cache, new.slots),
-        draft_cache=insert(state.draft_cache, ready.draft_cache, new.slots) if engine.drafter else state.draft_cache,
+        draft_cache=memory,
         anchor=put(state.anchor, first),
         start=put(state.start, new.lengths),
         tokens=state.tokens.at[new.slots, 0].set(first, mode="drop"),
@@ -187,22 +202,25 @@ def admit(state: DecodeState, new: NewRequests, ready: Prefilled, *, engine: Eng
     )
 
 
-@partial(jax.jit, static_argnames=("capacity",))
-def _resized(x: Array, capacity: int) -> Array:
-    kept = x[:, :capacity]
-    return jnp.pad(kept, ((0, 0), (0, capacity - kept.shape[1]), (0, 0)))
+@partial(jax.jit, static_argnames=("shape",))
+def _resized(x: Array, shape: tuple[int, ...]) -> Array:
+    kept = x[tuple(slice(size) for size in shape)]
+    return jnp.pad(kept, [(0, size - old) for size, old in zip(shape, kept.shape, strict=True)])
 
 
-def with_capacity(state: DecodeState, capacity: int) -> DecodeState:
+def with_capacity(state: DecodeState, capacity: int, engine: Engine) -> DecodeState:
     """The state with caches of `capacity` positions: zeros are added, or the positions beyond are dropped.
 
     The old caches are given up array by array, so that both never lie in memory together.
     """
 
-    def resize(old: Array) -> Array:
-        new = _resized(old, capacity)
+    def resize(old: Array, wanted: jax.ShapeDtypeStruct) -> Array:
+        if old.shape == wanted.shape:
+            return old
+        new = _resized(old, wanted.shape)
         old.delete()
         return new
 
-    caches = jax.tree.map(resize, (state.target_cache, state.draft_cache))
-    return state._replace(target_cache=caches[0], draft_cache=caches[1])
+    shapes = jax.eval_shape(partial(init_caches, engine, state.anchor.shape[0], capacity))
+    target, draft = jax.tree.map(resize, (state.target_cache, state.draft_cache), shapes)
+    return state._replace(target_cache=target, draft_cache=draft)

@@ -24,8 +24,8 @@ from dspark_jax.decoding.sampling import (
 from dspark_jax.decoding.schedule import cap_to_bucket, pack_rows, verify_lengths
 from dspark_jax.decoding.state import Counters, DecodeState, Engine, is_stop, mask_padding
 from dspark_jax.decoding.verify import Verdict, accepted_length, next_distribution, verify_greedy
-from dspark_jax.drafters.backbone import ingest
-from dspark_jax.drafters.dspark import Proposal, propose, spread
+from dspark_jax.drafters import interface
+from dspark_jax.drafters.interface import Committed, Proposal
 from dspark_jax.models import transformer
 from dspark_jax.models.attention import Packing, unpack
 
@@ -60,7 +60,7 @@ def draft(draft_params: Params, state: DecodeState, engine: Engine) -> Proposal:
         token = categorical(probs, uniforms(state.sampling.key, state.start + 1 + slot, DRAW_DRAFT))
         return token, jnp.take_along_axis(probs, token[None], axis=0)[0], probs
 
-    return propose(draft_params, engine.drafter, state.draft_cache, state.anchor, state.start, draw)
+    return interface.propose(engine.drafter, draft_params, state.draft_cache, state.anchor, state.start, draw)
 
 
 def admitted_lengths(proposal: Proposal, state: DecodeState, engine: Engine) -> Array:
@@ -69,6 +69,8 @@ def admitted_lengths(proposal: Proposal, state: DecodeState, engine: Engine) -> 
         return jnp.zeros_like(state.start)
     last_position = min(engine.target.max_positions, engine.drafter.max_positions) - 1
     room = jnp.minimum(state.limit - state.length - 1, last_position - state.start)
+    if interface.may_abstain(engine.drafter):
+        room = jnp.minimum(room, interface.proposed(engine.drafter, proposal))
     return verify_lengths(engine.schedule, proposal.confidence, state.threshold, room)
 
 
@@ -97,8 +99,8 @@ def judge(
     target_next = jnp.take(target, here, axis=1)  # [V, R]
     if block:
         slot = jnp.minimum(accepted, block - 1)
-        drafted = proposal.probs[slot, :, jnp.arange(requests)].T  # [Vd, R]
-        draft_next = spread(bound, drafted, target.shape[0])
+        assert engine.drafter is not None  # blocks of no tokens come without one
+        draft_next = interface.draft_distribution(engine.drafter, bound, proposal, slot, target.shape[0])  # [V, R]
         target_next = next_distribution(target_next, draft_next, accepted < lengths)
     draw = uniforms(state.sampling.key, state.start + 1 + accepted, DRAW_TARGET)
     return Verdict(accepted, categorical(target_next, draw))
@@ -128,7 +130,7 @@ def commit(
     kept = jnp.take_along_axis(run, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     counters = Counters(
         state.counters.rounds + state.active,
-        state.counters.drafted + jnp.where(state.active, proposal.tokens.shape[1], 0),
+        state.counters.drafted + jnp.where(state.active, interface.proposed(engine.drafter, proposal), 0),
         state.counters.verified + jnp.where(state.active, lengths, 0),
         state.counters.accepted + jnp.minimum(count, verdict.accepted) * state.active,
     )
@@ -164,10 +166,11 @@ def verify_and_commit(
     logits = transformer.logits(target_params, hidden.final, engine.target.final_softcap)
     logits = mask_padding(logits, engine.target)  # [V, B]
     verdict = judge(logits, proposal, lengths, packing, state, engine, draft_params)
+    new, run, count = commit(state, proposal, lengths, verdict, engine)
     draft_cache = proposal.cache
     if engine.drafter:
-        draft_cache = ingest(draft_params, engine.drafter, draft_cache, hidden.features, state.start, packing)
-    new, run, count = commit(state, proposal, lengths, verdict, engine)
+        seen = Committed(hidden, state.start, state.anchor, run, verdict.accepted, packing)
+        draft_cache = interface.ingest(engine.drafter, draft_params, draft_cache, seen)
     new = new._replace(target_cache=target_cache, draft_cache=draft_cache)
     return new, StepOutput(run, count, verdict.accepted, lengths, proposal.confidence, proposal.tokens)
 
@@ -178,7 +181,7 @@ def step(
     """One round over all slots.
 
     Args:
-        target_params: the target's pytree. draft_params: the bound drafter's (`drafters.dspark.bind`), {} without one.
+        target_params: the target's pytree. draft_params: the drafter's (`interface.bind`), {} without one.
         engine, bucket: static. Verify lengths are cut where they would not fit into the bucket.
     """
     proposal = draft(draft_params, state, engine)
@@ -216,7 +219,8 @@ def run_rounds(
 
     def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         taken, now = carry
-        if engine.schedule == "fixed" or len(buckets) == 1:
+        whole = engine.schedule == "fixed" and not interface.may_abstain(engine.drafter)
+        if whole or len(buckets) == 1:
             return taken + 1, step(target_params, draft_params, now, engine=engine, bucket=buckets[-1])[0]
         proposal = draft(draft_params, now, engine)
         lengths = cap_to_bucket(admitted_lengths(proposal, now, engine), now.active, buckets[-1])

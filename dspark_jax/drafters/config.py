@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dspark_jax.models.config import AttentionConfig, RopeConfig, TransformerConfig
 from dspark_jax.models.families import FAMILIES, Family
@@ -110,23 +111,27 @@ class DrafterConfig:
         return self.draft_vocab_size != self.vocab_size
 
     def check_target(self, target: TransformerConfig) -> None:
-        """Refuses a target that this drafter was not made for.
+        """Refuses a target that this drafter was not made for (see `check_belongs`)."""
+        check_belongs(self, target)
 
-        Raises:
-            ValueError: hidden size, vocabulary, number of layers or the soft cap on logits differ; the message names
-                both values.
-        """
-        for name, mine, theirs in (
-            ("hidden_size", self.hidden_size, target.hidden_size),
-            ("vocab_size", self.vocab_size, target.vocab_size),
-            ("num_target_layers", self.num_target_layers, target.num_layers),
-            ("final_logit_softcapping", self.final_softcap, target.final_softcap),
-        ):
-            if mine != theirs:
-                raise ValueError(
-                    f"drafter and target do not belong together: {name} is {mine} in the drafter, "
-                    f"{theirs} in the target"
-                )
+
+def check_belongs(drafter: Any, target: TransformerConfig) -> None:
+    """Refuses a target that a drafter of this config (with `hidden_size`, `vocab_size`, ..) was not made for.
+
+    Raises:
+        ValueError: hidden size, vocabulary, number of layers or the soft cap on logits differ; the message names both
+            values.
+    """
+    for name, mine, theirs in (
+        ("hidden_size", drafter.hidden_size, target.hidden_size),
+        ("vocab_size", drafter.vocab_size, target.vocab_size),
+        ("num_target_layers", drafter.num_target_layers, target.num_layers),
+        ("final_logit_softcapping", getattr(drafter, "final_softcap", 0.0), target.final_softcap),
+    ):
+        if mine != theirs:
+            raise ValueError(
+                f"drafter and target do not belong together: {name} is {mine} in the drafter, {theirs} in the target"
+            )
 
 
 def check_target_layer_ids(ids: Sequence[int], num_target_layers: int) -> None:

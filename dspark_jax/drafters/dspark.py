@@ -37,14 +37,14 @@ class Proposal(NamedTuple):
         token_probs: float32 `[R, K]`, p_d of each token (1 in greedy mode).
         probs: float32 `[K, Vd, R]`, the distributions they were drawn from (`[K, 0, R]` in greedy mode).
         confidence: float32 `[R, K]`, conditional survival probabilities (1 without a confidence head).
-        cache: the drafter's caches after the pass.
+        cache: the drafter's memory after the pass (here its caches).
     """
 
     tokens: Array
     token_probs: Array
     probs: Array
     confidence: Array
-    cache: tuple[LayerCache, ...]
+    cache: Any
 
 
 def bind(params: Params, embed: Array, head: Array) -> Params:

@@ -29,6 +29,7 @@ from dspark_jax.data.prompts import PromptRecord, read_prompts
 from dspark_jax.data.records import RecordWriter, read_records
 from dspark_jax.decoding.generate import Completion, Generator, Request
 from dspark_jax.decoding.sampling import SamplingParams
+from dspark_jax.drafters.ngram import NgramConfig
 from dspark_jax.serving import report
 from dspark_jax.serving.settings import ServeSettings
 from dspark_jax.serving.stream import TextStream, prompt_ids
@@ -69,6 +70,9 @@ def load_models(settings: ServeSettings) -> Models:
     target = load_target(settings.target or embedded_target_path(), dtype=dtype)
     if settings.drafter == "none":
         return Models(target, None, dtype)
+    if settings.drafter == "ngram":
+        lookup = NgramConfig(settings.ngram_tokens, settings.ngram_longest, settings.ngram_shortest)
+        return Models(target, Drafter(lookup, {}, Path("ngram")), dtype)
     drafter = load_drafter(settings.draft or embedded_drafter_path(), dtype=dtype)
     try:
         drafter.config.check_target(target.config)

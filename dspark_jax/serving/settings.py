@@ -33,7 +33,11 @@ class ServeSettings:
         limit: number of prompts to answer, the first ones that the filter keeps; all by default.
         target: target model: a folder, a GGUF file or a hub id; the embedded one by default.
         draft: drafter: a folder or a hub id; the embedded one by default.
-        drafter: none is plain decoding by the same engine (--draft is then not loaded).
+        drafter: dspark is what --draft holds, of any kind (DSpark, DFlash, Eagle3, MTP); ngram looks the last tokens up
+            in the prompt and the answer; none is plain decoding by the same engine (--draft is then not loaded).
+        ngram_tokens: with --drafter ngram: draft tokens of a round at most.
+        ngram_longest: with --drafter ngram: length of the longest match looked for, in tokens.
+        ngram_shortest: with --drafter ngram: length of the shortest match that counts, in tokens.
         temperature: divides the logits; 0 is greedy.
         top_p: keep the smallest set of tokens with this probability, in (0, 1].
         top_k: keep this number of most likely tokens; 0 keeps all.
@@ -59,7 +63,10 @@ class ServeSettings:
     limit: int | None = None
     target: str | None = None
     draft: str | None = None
-    drafter: Literal["dspark", "none"] = "dspark"
+    drafter: Literal["dspark", "ngram", "none"] = "dspark"
+    ngram_tokens: int = 7
+    ngram_longest: int = 3
+    ngram_shortest: int = 2
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -98,6 +105,12 @@ class ServeSettings:
             raise ValueError(f"batch_size {self.batch_size}: must be at least 1")
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold {self.threshold}: a probability, must lie in [0, 1]")
+        if self.ngram_tokens < 1:
+            raise ValueError(f"ngram_tokens {self.ngram_tokens}: must be at least 1")
+        if not 1 <= self.ngram_shortest <= self.ngram_longest:
+            raise ValueError(
+                f"ngram_shortest {self.ngram_shortest}: must lie in 1..ngram_longest ({self.ngram_longest})"
+            )
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit {self.limit}: must be at least 1 (left out: all)")
 
@@ -116,6 +129,11 @@ class ServeSettings:
             raise ValueError("--prompts: needs --output FILE.jsonl for the answers")
         if self.drafter == "none" and (self.compare or self.demo):
             raise ValueError("drafter 'none': --compare and --demo set plain decoding against a drafter, give one")
+        if self.drafter == "ngram":
+            if self.draft is not None:
+                raise ValueError(f"draft {self.draft!r}: --drafter ngram loads none, leave it out")
+            if self.schedule != "fixed":
+                raise ValueError(f"schedule {self.schedule!r}: --drafter ngram has no confidences, must be fixed")
         if self.demo and (self.temperature or self.stop):
             raise ValueError("--demo: decodes greedily to the model's own stop, leave out --temperature and --stop")
 

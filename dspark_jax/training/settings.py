@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dspark_jax.config import auto_dtype
 from dspark_jax.drafters.config import DrafterConfig
+from dspark_jax.drafters.eagle3 import Eagle3Config
+from dspark_jax.drafters.mtp import MTPConfig
 from dspark_jax.models.config import TransformerConfig
 from dspark_jax.training.losses import LossConfig
+from dspark_jax.training.objectives import TrainableConfig
 
 COMPUTE_DTYPES = ("auto", "bfloat16", "float32")
+KINDS = ("dspark", "eagle3", "mtp")
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,8 @@ class DrafterSettings:
     """Shape of the drafter; a size of 0 is the target's.
 
     Attributes:
+        kind: dspark (DFlash too: markov_kind none, no confidence), eagle3 or mtp. The last two have one layer, no mask
+            token, no sequential and no confidence head; mtp reads the target's final state and no other layer.
         block_size: gamma, draft tokens of a round.
         num_layers: backbone layers.
         target_layer_ids: target layers whose raw outputs are the context features, strictly increasing from -1 on.
@@ -35,6 +42,7 @@ class DrafterSettings:
         head_dim: of the backbone's layers.
     """
 
+    kind: str = "dspark"
     block_size: int = 7
     num_layers: int = 5
     target_layer_ids: tuple[int, ...] = ()
@@ -149,23 +157,19 @@ def resolve_dtype(name: str) -> DTypeLike:
     return jnp.bfloat16 if name == "bfloat16" else jnp.float32
 
 
-def drafter_config(shape: DrafterSettings, target: TransformerConfig) -> DrafterConfig:
+def drafter_config(shape: DrafterSettings, target: TransformerConfig) -> TrainableConfig:
     """The drafter's config: the target's, with the fields of `shape` in place of its own.
 
     Raises:
         ValueError: a field that does not fit the target or another field; the message names it.
     """
-    return DrafterConfig(
+    if shape.kind not in KINDS:
+        raise ValueError(f"drafter.kind {shape.kind!r}: must be one of {KINDS}")
+    common: dict[str, Any] = dict(
         block_size=shape.block_size,
-        num_layers=shape.num_layers,
         target_layer_ids=tuple(shape.target_layer_ids),
-        mask_token_id=shape.mask_token_id,
         vocab_size=target.vocab_size,
         draft_vocab_size=shape.draft_vocab_size or target.vocab_size,
-        markov_rank=shape.markov_rank,
-        markov_kind=shape.markov_kind,
-        confidence=shape.confidence,
-        confidence_with_markov=shape.confidence_with_markov,
         shares_embeddings=True,
         num_target_layers=target.num_layers,
         hidden_size=target.hidden_size,
@@ -181,4 +185,15 @@ def drafter_config(shape: DrafterSettings, target: TransformerConfig) -> Drafter
         shared_kv=target.shared_kv,
         attention_scale=target.attention_scale,
         final_softcap=target.final_softcap,
+    )
+    if shape.kind != "dspark":
+        return Eagle3Config(**common) if shape.kind == "eagle3" else MTPConfig(**common)
+    return DrafterConfig(
+        **common,
+        num_layers=shape.num_layers,
+        mask_token_id=shape.mask_token_id,
+        markov_rank=shape.markov_rank,
+        markov_kind=shape.markov_kind,
+        confidence=shape.confidence,
+        confidence_with_markov=shape.confidence_with_markov,
     )

@@ -19,12 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from dspark_jax.data.pipeline import HostBatch
-from dspark_jax.drafters.config import DrafterConfig
-from dspark_jax.drafters.dspark import init_params
+from dspark_jax.drafters.interface import init_params
 from dspark_jax.models import transformer
 from dspark_jax.models.config import TransformerConfig
-from dspark_jax.training.anchors import sample_anchors, sample_keys
-from dspark_jax.training.losses import Batch, LossConfig, block_loss
+from dspark_jax.training.losses import Batch, LossConfig
+from dspark_jax.training.objectives import TrainableConfig, check_loss, drafter_loss, draw
 from dspark_jax.training.optimizer import average_weights, global_norm
 
 Params = dict[str, Any]
@@ -53,7 +52,7 @@ class TrainState(NamedTuple):
 
 
 def init_state(
-    config: DrafterConfig, optimizer: optax.GradientTransformation, seed: int, ema: bool, params: Params | None = None
+    config: TrainableConfig, optimizer: optax.GradientTransformation, seed: int, ema: bool, params: Params | None = None
 ) -> TrainState:
     """A fresh state: `params` or random weights of `seed`, zero moments, an average (if wanted) that starts there."""
     params = params or init_params(config, jax.random.key(seed, impl="threefry2x32"), jnp.float32)
@@ -79,7 +78,7 @@ def split(batch: HostBatch, mesh: Mesh) -> DeviceBatch:
 
 
 def make_step(
-    config: DrafterConfig,
+    config: TrainableConfig,
     loss: LossConfig,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
@@ -101,7 +100,11 @@ def make_step(
     Returns:
         `step(state, frozen, batch, epoch) -> (state, metrics)`. The old state is consumed. `frozen` is as `block_loss`
         takes it. Metrics are pairs (sum, count), to be added up over steps and divided; `grad_norm` is among them.
+
+    Raises:
+        ValueError: a weight of a loss term that this kind of drafter does not have.
     """
+    check_loss(config, loss)
 
     def loss_inputs(frozen: Params, batch: DeviceBatch) -> Batch:
         ids = batch.input_ids
@@ -114,13 +117,12 @@ def make_step(
         return Batch(ids, batch.loss_mask, features, final)
 
     def step(state: TrainState, frozen: Params, batch: DeviceBatch, epoch: jax.Array) -> tuple[TrainState, Metrics]:
-        keys = sample_keys(seed, epoch, batch.sample_ids)  # [N]
-        anchors, keep = sample_anchors(keys, batch.loss_mask, num_anchors)  # [N, A]
+        drawn = draw(config, seed, epoch, batch.sample_ids, batch.loss_mask, num_anchors)
         inputs = jax.lax.stop_gradient(loss_inputs(frozen, batch))
         shared = {name: part for name, part in frozen.items() if name != "target"}
 
         def objective(params: Params) -> tuple[jax.Array, Metrics]:
-            return block_loss(params, shared, config, loss, inputs, anchors, keep, compute_dtype)
+            return drafter_loss(params, shared, config, loss, inputs, drawn, compute_dtype)
 
         (total, metrics), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

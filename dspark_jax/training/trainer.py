@@ -27,16 +27,16 @@ from jax.sharding import Mesh
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-from dspark_jax.checkpoints.deepspec import write_drafter
+from dspark_jax.checkpoints.drafters import write_drafter
 from dspark_jax.checkpoints.load import Drafter, Target, embedded_target_path, load_drafter, load_target
 from dspark_jax.data.hidden_cache import build_cache, cache_key, fingerprint
 from dspark_jax.data.pipeline import Pipeline
 from dspark_jax.data.records import TrainingSample, samples_from_records
 from dspark_jax.decoding.generate import Generator, Request
 from dspark_jax.decoding.sampling import SamplingParams
-from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.models.transformer import head_weight
 from dspark_jax.training.checkpoint import Checkpoints
+from dspark_jax.training.objectives import TrainableConfig, check_loss, recorded_fields
 from dspark_jax.training.optimizer import cosine_schedule, learning_rate, make_optimizer
 from dspark_jax.training.settings import TrainSettings, drafter_config, resolve_dtype
 from dspark_jax.training.step import Step, TrainState, data_mesh, init_state, make_step, replicate, split
@@ -58,7 +58,7 @@ class Run(NamedTuple):
 
     settings: TrainSettings
     target: Target
-    config: DrafterConfig
+    config: TrainableConfig
     pipeline: Pipeline
     held_out: list[TrainingSample]
     d2t: np.ndarray | None
@@ -189,6 +189,7 @@ def prepare(settings: TrainSettings) -> Run:
     samples, held_out = read_samples(settings)
     target = load_target(settings.target or embedded_target_path(), dtype=dtype)
     config = drafter_config(settings.drafter, target.config)
+    check_loss(config, settings.loss)
     initial = read_initial(settings.initial, config) if settings.initial else None
     check_tokens(samples + held_out, target)
     cache = None
@@ -234,13 +235,16 @@ def prepare(settings: TrainSettings) -> Run:
     return Run(settings, target, config, pipeline, held_out, d2t, mesh, replicate(frozen, mesh), step, start, total)
 
 
-def read_initial(path: str, config: DrafterConfig) -> Params:
+def read_initial(path: str, config: TrainableConfig) -> Params:
     """The float32 weights of an existing drafter of the same shape, with `d2t` where it trims the vocabulary.
 
     Raises:
         FileNotFoundError, ValueError: no drafter there, or one of another shape; the message names the fields.
     """
     drafter = load_drafter(path)
+    if type(drafter.config) is not type(config):
+        kinds = type(drafter.config).__name__, type(config).__name__
+        raise ValueError(f"initial {path}: a drafter of another kind, with {kinds[0]}; this run has {kinds[1]}")
     other = [
         f"{f.name} {getattr(drafter.config, f.name)!r} (this run has {getattr(config, f.name)!r})"
         for f in dataclasses.fields(config)
@@ -291,7 +295,7 @@ def stop_ids(target: Target) -> tuple[int, ...]:
 
 
 def draft_vocabulary(
-    samples: Sequence[TrainingSample], config: DrafterConfig, always: Sequence[int] = ()
+    samples: Sequence[TrainingSample], config: TrainableConfig, always: Sequence[int] = ()
 ) -> np.ndarray:
     """The draft head's tokens: the most frequent supervised ones and `always`, as ascending offsets.
 
@@ -323,7 +327,7 @@ def drafter_of(run: Run, state: TrainState) -> Drafter:
 def export(run: Run, state: TrainState) -> None:
     """Write the drafter into OUTPUT/drafter, in DeepSpec's format; embedding and head stay with the target."""
     weights = jax.device_get(state.best) | ({} if run.d2t is None else {"d2t": run.d2t})
-    extra = {"num_anchors": run.settings.num_anchors}
+    extra = recorded_fields(run.config, run.settings.loss, run.settings.num_anchors)
     write_drafter(run.output / "drafter", run.config, weights, extra=extra, include_embeddings=False)
 
 

@@ -246,9 +246,9 @@ def test_caches_follow_the_texts(monkeypatch: pytest.MonkeyPatch, options: dict)
     one.warm_up(requests)
     before, sizes = compiled(), []
 
-    def with_capacity(state, capacity):
+    def with_capacity(state, capacity, engine):
         sizes.append(capacity)
-        return state_module.with_capacity(state, capacity)
+        return state_module.with_capacity(state, capacity, engine)
 
     monkeypatch.setattr(generate_module, "with_capacity", with_capacity)
     assert tokens_of(one, requests) == large

@@ -9,8 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.drafters import interface
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.drafters.dspark import init_params as init_drafter
+from dspark_jax.drafters.eagle3 import Eagle3Config
+from dspark_jax.drafters.mtp import MTPConfig
+from dspark_jax.drafters.ngram import NgramConfig
 from dspark_jax.models.config import RopeConfig, TransformerConfig
 from dspark_jax.models.transformer import init_params
 
@@ -70,6 +74,32 @@ def tiny_drafter(
         return x if x.ndim == 1 and x.shape[0] in (8, HIDDEN) else jnp.asarray(rng.normal(size=x.shape) * 0.4, x.dtype)
 
     params = jax.tree.map(lively, init_drafter(config, jax.random.key(5)))
+    if config.trims_vocabulary:
+        kept = np.sort(rng.permutation(VOCAB)[:draft_vocab])
+        params["d2t"] = jnp.asarray(kept - np.arange(draft_vocab), jnp.int32)
+    return SimpleNamespace(config=config, params=params)
+
+
+def other_drafter(kind: str, draft_vocab: int = VOCAB) -> SimpleNamespace:
+    """A random Eagle3 or MTP drafter of the same sizes, or an n-gram one that matches single tokens."""
+    if kind == "ngram":
+        return SimpleNamespace(config=NgramConfig(BLOCK, longest=2, shortest=1), params={})
+    config = {"eagle3": Eagle3Config, "mtp": MTPConfig}[kind](
+        block_size=BLOCK,
+        target_layer_ids=(0,) if kind == "eagle3" else (),
+        vocab_size=VOCAB,
+        draft_vocab_size=draft_vocab,
+        shares_embeddings=True,
+        num_target_layers=2,
+        max_positions=64,
+        **SIZES,
+    )
+    rng = np.random.default_rng(1)
+
+    def lively(x: jax.Array) -> jax.Array:
+        return x if x.ndim == 1 else jnp.asarray(rng.normal(size=x.shape) * 0.3, x.dtype)
+
+    params = jax.tree.map(lively, interface.init_params(config, jax.random.key(5)))
     if config.trims_vocabulary:
         kept = np.sort(rng.permutation(VOCAB)[:draft_vocab])
         params["d2t"] = jnp.asarray(kept - np.arange(draft_vocab), jnp.int32)

@@ -92,6 +92,15 @@ def test_filter_then_limit_and_plain_decoding(files, models_flags):
         assert record["rounds"] == record["completion_tokens"] - 1
 
 
+def test_lookup_needs_no_drafter_and_changes_no_text(files, target_folder):
+    flags = ["--target", str(target_folder), "--dtype", "float32", "--drafter", "ngram", "--ngram-shortest", "1"]
+    assert serve(files, flags, "--compare", "--ngram-tokens", "4", "--line-filter", "even") == 0
+    records = lines(files[1])
+    assert set(records) == {"x", "p:4"}
+    assert all(record["verified"] <= record["drafted"] <= 4 * record["rounds"] for record in records.values())
+    assert json.loads(files[2].read_text())["comparison"]["equal_texts"] is True
+
+
 def test_settings_reach_the_engine(models_flags):
     words = "--prompts README.md --output x.jsonl --schedule threshold --threshold 0.9 --batch-size 3".split()
     settings = parse_settings([*words, *models_flags])

@@ -41,6 +41,10 @@ REFUSED = [
     (["--prompts", "{file}", "--output", "x.jsonl", "--batch-size", "0"], "batch_size 0: must be at least 1"),
     (["--prompts", "{file}", "--output", "x.jsonl", "--compare", "--drafter", "none"], "drafter 'none'"),
     (["--demo", "--temperature", "1"], "--demo: decodes greedily"),
+    (["--prompt", "a", "--ngram-tokens", "0"], "ngram_tokens 0: must be at least 1"),
+    (["--prompt", "a", "--ngram-shortest", "4"], "ngram_shortest 4: must lie in 1..ngram_longest (3)"),
+    (["--prompt", "a", "--drafter", "ngram", "--draft", "x"], "draft 'x': --drafter ngram loads none"),
+    (["--prompt", "a", "--drafter", "ngram", "--schedule", "threshold"], "schedule 'threshold': --drafter ngram has"),
 ]
 
 

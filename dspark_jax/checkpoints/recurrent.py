@@ -1,0 +1,267 @@
+"""Eagle3 drafters in DeepSpec's folder format, and MTP drafters in one like it, both ways.
+
+DeepSpec's Eagle3: class `Qwen3Eagle3Model`, the block length is `ttt_length`; tensors as a decoder layer's, with q, k
+and v of 2D inputs, a `hidden_norm` per layer, `fc`, `norm`, embedding and head. A reduced draft vocabulary
+adds `draft_vocab_size` and `d2t` (offsets) as in DSpark folders. MTP (`Qwen3MTPModel`): a plain decoder layer, and
+`eh_proj`, `hnorm`, `enorm` named as DeepSeek-V3 names them; here `eh_proj` reads [state ; embedding] (facts section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from dspark_jax.checkpoints import deepspec
+from dspark_jax.checkpoints.store import TensorStore, read_json
+from dspark_jax.checkpoints.tensors import Shape, check_tensors, to_device
+from dspark_jax.drafters.eagle3 import Eagle3Config
+from dspark_jax.drafters.mtp import MTPConfig
+from dspark_jax.models.config import TransformerConfig
+
+Config = Eagle3Config | MTPConfig
+_LAYER = "layers.0."
+_ALWAYS_NORMED = ("qwen3",)  # families whose attention has q and k norms
+CLASSES: dict[str, tuple[type, str]] = {
+    "Qwen3Eagle3Model": (Eagle3Config, "qwen3"),
+    "LlamaEagle3Model": (Eagle3Config, "llama"),
+    "Qwen3MTPModel": (MTPConfig, "qwen3"),
+    "LlamaMTPModel": (MTPConfig, "llama"),
+}
+
+
+def class_name(raw: Mapping[str, Any]) -> str | None:
+    """The one class that a `config.json` names, or None."""
+    names = raw.get("architectures")
+    return names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else None
+
+
+def drafter_shapes(config: Config) -> dict[str, Shape]:
+    """Names and shapes of all tensors that a folder may hold, embedding and head included."""
+    d, f, hd = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_heads * hd, config.num_kv_heads * hd
+    eagle = isinstance(config, Eagle3Config)
+    width = 2 * d if eagle else d
+    layer: dict[str, Shape] = {
+        "input_layernorm.weight": (d,),
+        "self_attn.q_proj.weight": (queries, width),
+        "self_attn.k_proj.weight": (keys, width),
+        "self_attn.v_proj.weight": (keys, width),
+        "self_attn.o_proj.weight": (d, queries),
+        "post_attention_layernorm.weight": (d,),
+        "mlp.gate_proj.weight": (f, d),
+        "mlp.up_proj.weight": (f, d),
+        "mlp.down_proj.weight": (d, f),
+    }
+    if config.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (hd,), "self_attn.k_norm.weight": (hd,)}
+    if eagle:
+        layer["hidden_norm.weight"] = (d,)
+    shapes: dict[str, Shape] = {
+        "embed_tokens.weight": (config.vocab_size, d),
+        "lm_head.weight": (config.draft_vocab_size, d),
+        "norm.weight": (d,),
+    } | {_LAYER + name: shape for name, shape in layer.items()}
+    if eagle:
+        shapes["fc.weight"] = (d, len(config.target_layer_ids) * d)
+    else:
+        shapes |= {"eh_proj.weight": (d, 2 * d), "hnorm.weight": (d,), "enorm.weight": (d,)}
+    if config.trims_vocabulary:
+        shapes["d2t"] = (config.draft_vocab_size,)
+    return shapes
+
+
+def read_drafter(folder: Path, dtype: DTypeLike) -> tuple[Config, dict[str, Any]]:
+    """Reads an Eagle3 or MTP drafter; arguments, result and errors as `deepspec.read_drafter`."""
+    raw = read_json(folder / deepspec.CONFIG_FILE)
+    store = TensorStore(folder)
+    shapes = store.shapes()
+    with deepspec.naming(folder / deepspec.CONFIG_FILE):
+        config = _parse_config(raw, shapes)
+    if config.trims_vocabulary and "d2t" not in shapes:
+        raise ValueError(
+            f"{store.path}: tensor d2t is missing: draft_vocab_size {config.draft_vocab_size} is smaller than "
+            f"vocab_size {config.vocab_size}, and only d2t tells which target tokens the draft head covers"
+        )
+    optional = {"embed_tokens.weight"} if config.shares_embeddings else set()
+    if config.shares_embeddings or config.trims_vocabulary:
+        optional.add("lm_head.weight")
+    check_tensors(
+        store.path, shapes, drafter_shapes(config), optional=optional, ignored=lambda name: name in ("d2t", "t2d")
+    )
+    return config, _read_params(store, config, dtype)
+
+
+def _parse_config(raw: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Config:
+    kind, family = CLASSES[str(class_name(raw))]
+    if raw.get("model_type") != family:
+        raise ValueError(f"model_type {raw.get('model_type')!r}: must be {family!r} for class {class_name(raw)}")
+
+    def number(name: str, default: int | None = None) -> int:
+        value = raw.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"config field {name} {value!r}: must be a whole number")
+        return value
+
+    if raw.get("tie_word_embeddings"):
+        raise ValueError("tie_word_embeddings true: a drafter holds its embedding and its head apart, must be false")
+    ids = raw.get("target_layer_ids") or []
+    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ValueError(f"target_layer_ids {ids!r}: must be a list of whole numbers")
+    sizes = TransformerConfig.from_hf(raw)
+    if sizes.num_layers != 1:
+        raise ValueError(f"num_hidden_layers {sizes.num_layers}: these drafters have exactly one layer")
+    config: Config = kind(
+        block_size=number("ttt_length" if kind is Eagle3Config else "block_size"),
+        target_layer_ids=tuple(ids),
+        vocab_size=sizes.vocab_size,
+        draft_vocab_size=number("draft_vocab_size", sizes.vocab_size),
+        shares_embeddings="embed_tokens.weight" not in shapes,
+        num_target_layers=number("num_target_layers"),
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        rms_norm_eps=sizes.rms_norm_eps,
+        rope=sizes.rope,
+        qk_norm=sizes.qk_norm or _LAYER + "self_attn.q_norm.weight" in shapes,
+        max_positions=sizes.max_positions,
+        family=family,
+    )
+    return config
+
+
+def _read_params(store: TensorStore, config: Config, dtype: DTypeLike) -> dict[str, Any]:
+    shapes, groups, hd = store.shapes(), config.num_kv_heads, config.head_dim
+
+    def array(name: str) -> jax.Array:
+        return to_device(store.read(name), dtype)
+
+    def heads(name: str) -> np.ndarray:
+        weight = store.read(f"{_LAYER}self_attn.{name}_proj.weight")
+        return weight.reshape(groups, -1, hd, weight.shape[-1])  # [G, Q or 1, hd, D or 2D]
+
+    mlp = [store.read(f"{_LAYER}mlp.{name}_proj.weight") for name in ("gate", "up")]
+    layer = {
+        "input_norm": array(_LAYER + "input_layernorm.weight"),  # [D]
+        "qkv": to_device(np.concatenate([heads(name) for name in "qkv"], axis=1), dtype),  # [G, Q+2, hd, D or 2D]
+        "o": array(_LAYER + "self_attn.o_proj.weight").reshape(config.hidden_size, groups, -1, hd),  # [D, G, Q, hd]
+        "post_norm": array(_LAYER + "post_attention_layernorm.weight"),  # [D]
+        "gate_up": to_device(np.stack(mlp), dtype),  # [2, F, D]
+        "down": array(_LAYER + "mlp.down_proj.weight"),  # [D, F]
+    }
+    if config.qk_norm:
+        layer |= {name: array(f"{_LAYER}self_attn.{name}.weight") for name in ("q_norm", "k_norm")}
+    params: dict[str, Any] = {"norm": array("norm.weight")}  # [D]
+    if isinstance(config, Eagle3Config):
+        layer["hidden_norm"] = array(_LAYER + "hidden_norm.weight")  # [D]
+        params["fc"] = array("fc.weight")  # [D, m*D]
+    else:
+        params |= {"proj": array("eh_proj.weight"), "hidden_norm": array("hnorm.weight")}
+        params["embed_norm"] = array("enorm.weight")
+    params["layers"] = (layer,)
+    for ours, name in (("embed", "embed_tokens.weight"), ("head", "lm_head.weight")):
+        if name in shapes:
+            params[ours] = array(name)
+    offsets = deepspec.read_offsets(store, config)
+    if offsets is not None:
+        params["d2t"] = jnp.asarray(offsets)  # int32 [Vd]
+    return params
+
+
+def config_fields(config: Config) -> dict[str, Any]:
+    """`config.json`'s content for a drafter; `read_drafter` turns it into an equal config.
+
+    Raises:
+        ValueError: a family without a class, or a switch that its class cannot express.
+    """
+    names = {(kind, family): name for name, (kind, family) in CLASSES.items()}
+    if (type(config), config.family) not in names:
+        raise ValueError(f"family {config.family!r}: {type(config).__name__} has no class for it")
+    if config.family in _ALWAYS_NORMED and not config.qk_norm:
+        raise ValueError(f"qk_norm false: layers of family {config.family} always have q and k norms")
+    fields: dict[str, Any] = {
+        "architectures": [names[type(config), config.family]],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_positions,
+        "layer_types": ["full_attention"],
+        "tie_word_embeddings": False,
+        "num_target_layers": config.num_target_layers,
+        **deepspec.rope_fields(config.rope),
+    }
+    if isinstance(config, Eagle3Config):
+        fields |= {"ttt_length": config.block_size, "target_layer_ids": list(config.target_layer_ids)}
+        fields["draft_num_hidden_layers"] = 1
+    else:
+        fields["block_size"] = config.block_size
+    if config.trims_vocabulary:
+        fields["draft_vocab_size"] = config.draft_vocab_size
+    return fields
+
+
+def named_tensors(config: Config, params: Mapping[str, Any], embeddings: bool) -> dict[str, np.ndarray]:
+    """All tensors of a drafter by name, each checked against the shape that the config asks for."""
+    layer = {name: np.asarray(value) for name, value in params["layers"][0].items()}
+    qkv = layer["qkv"]  # [G, Q+2, hd, D or 2D]
+    width = qkv.shape[-1]
+    named: dict[str, Any] = {
+        "input_layernorm.weight": layer["input_norm"],
+        "self_attn.q_proj.weight": qkv[:, :-2].reshape(-1, width),
+        "self_attn.k_proj.weight": qkv[:, -2].reshape(-1, width),
+        "self_attn.v_proj.weight": qkv[:, -1].reshape(-1, width),
+        "self_attn.o_proj.weight": layer["o"].reshape(config.hidden_size, -1),
+        "post_attention_layernorm.weight": layer["post_norm"],
+        "mlp.gate_proj.weight": layer["gate_up"][0],
+        "mlp.up_proj.weight": layer["gate_up"][1],
+        "mlp.down_proj.weight": layer["down"],
+    }
+    named |= {f"self_attn.{name}.weight": layer[name] for name in ("q_norm", "k_norm") if name in layer}
+    if "hidden_norm" in layer:
+        named["hidden_norm.weight"] = layer["hidden_norm"]
+    named = {_LAYER + name: value for name, value in named.items()} | {"norm.weight": params["norm"]}
+    others = {"fc": "fc", "proj": "eh_proj", "hidden_norm": "hnorm", "embed_norm": "enorm"}
+    named |= {f"{name}.weight": params[ours] for ours, name in others.items() if ours in params}
+    if embeddings:
+        absent = [name for name in ("embed", "head") if name not in params]
+        if absent:
+            raise ValueError(f"include_embeddings true, but the parameters hold no {' and no '.join(absent)}")
+        named |= {"embed_tokens.weight": params["embed"], "lm_head.weight": params["head"]}
+    if "d2t" in params:
+        named["d2t"] = params["d2t"]
+    tensors = {name: np.asarray(value) for name, value in named.items()}
+    optional = () if embeddings else ("embed_tokens.weight", "lm_head.weight")
+    found = {name: value.shape for name, value in tensors.items()}
+    check_tensors(Path("drafter parameters"), found, drafter_shapes(config), optional=optional)
+    if config.trims_vocabulary:
+        deepspec.check_offsets(tensors["d2t"], config)
+    return tensors
+
+
+def write_drafter(
+    folder: str | Path,
+    config: Config,
+    params: Mapping[str, Any],
+    *,
+    extra: Mapping[str, Any] | None = None,
+    storage_dtype: str = "bfloat16",
+    include_embeddings: bool = True,
+) -> None:
+    """Writes an Eagle3 or MTP drafter as a folder; arguments and errors as `deepspec.write_drafter`."""
+    tensors = named_tensors(config, params, include_embeddings)
+    deepspec.write_folder(folder, config_fields(config), tensors, extra, storage_dtype)

@@ -1,0 +1,284 @@
+"""Losses of Eagle3 and MTP: every position of a sequence drafts, over the steps of a training-time test (facts 37-43).
+
+In step s, position i pairs its state with token i + s + 1 and predicts token i + s + 2; the state of step 0 comes from
+the target, later ones are the drafter's own from the step before. Keys of step 0 are seen causally, those of later
+steps by their own position alone, so a query sees what it would see in decoding after s draft tokens.
+
+Eagle3's loss is the soft cross entropy -sum_v p_t log p_d, summed over supervised positions and divided by all N * T
+positions, step s weighted by exp(-s / decay) (decay 4.48 is the reference's 0.8^s). MTP has one step and the terms of
+`LossConfig`: CE to the data token and TV, over supervised positions. Letters: N sequences, T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.drafters import eagle3, mtp
+from dspark_jax.drafters.eagle3 import Eagle3Config
+from dspark_jax.drafters.mtp import MTPConfig
+from dspark_jax.drafters.recurrent import Model, advance
+from dspark_jax.models.layers import linear, linear_rows
+from dspark_jax.models.transformer import Hidden
+from dspark_jax.training.forward import BlockStates
+from dspark_jax.training.losses import Batch, LossConfig, Metrics, all_slot_terms, draft_ids, target_normalizer
+
+Array = jax.Array
+Params = dict[str, Any]
+_EPS = 1e-6
+_MASKED = -1e30
+_CHUNK = 512  # rows whose vocabulary-sized tensors are held at once
+
+
+class StepTerms(NamedTuple):
+    """Per-row values of a step: soft cross entropy, acceptance probability sum_v min(p_t, p_d), equal argmaxes."""
+
+    ce: Array
+    accept: Array
+    correct: Array
+
+
+def check_loss(config: Eagle3Config | MTPConfig, loss: LossConfig) -> None:
+    """Refuses weights of terms that a kind does not have.
+
+    Raises:
+        ValueError: Eagle3 with a TV term, or a confidence term (neither kind has a confidence head).
+    """
+    if loss.confidence > 0:
+        raise ValueError(f"loss.confidence {loss.confidence}: this drafter has no confidence head, must be 0")
+    if isinstance(config, Eagle3Config) and loss.tv > 0:
+        raise ValueError(f"loss.tv {loss.tv}: Eagle3 trains on the soft cross entropy alone, must be 0")
+
+
+def sequence_lengths(loss_mask: Array) -> Array:
+    """Int32 `[N]`: tokens up to the last supervised one, which is where training sequences end; 0 without any."""
+    return jnp.max(jnp.where(loss_mask > 0, jnp.arange(1, loss_mask.shape[1] + 1), 0), axis=1).astype(jnp.int32)
+
+
+def shift(x: Array, by: int) -> Array:
+    """Moves `x [N, T]` left by `by` columns, zeros come in."""
+    return jnp.pad(x[:, by:], ((0, 0), (0, min(by, x.shape[1]))))
+
+
+def unroll(model: Model, params: Params, config: Any, embed: Array, batch: Batch, steps: int) -> list[Array]:
+    """The drafter's states after each step, float32 `[D, N * T]` each; those beyond a sequence's end are meaningless.
+
+    Args:
+        params: trainable parameters in the compute dtype. embed: the target's embedding `[V, D]`.
+    """
+    sequences, length = batch.input_ids.shape
+    flat = lambda x: x.reshape(sequences * length, -1)  # noqa: E731
+    if isinstance(config, Eagle3Config):
+        state = linear_rows(params["fc"], flat(batch.features))  # [D, N * T]
+    else:
+        state = model.enter(params, config, Hidden(flat(batch.final).T.astype(jnp.float32), jnp.zeros((0, 0))))
+    position = jnp.tile(jnp.arange(length), sequences)
+    keys: tuple[tuple[Array, Array], ...] = ()
+    states = []
+
+    @partial(jax.checkpoint, static_argnums=(3,))
+    def step(params: Params, state: Array, keys: tuple, number: int) -> tuple[Array, tuple[Array, Array]]:
+        ids = shift(batch.input_ids, number + 1).reshape(-1)
+        attend = _attention(keys, sequences, config.head_dim**-0.5, params["norm"].dtype)
+        return advance(model, params | {"embed": embed}, config, ids, state, position + number, attend)
+
+    for number in range(steps):
+        state, new = step(params, state, keys, number)
+        keys = (*keys, new)
+        states.append(state)
+    return states
+
+
+def _attention(earlier: tuple[tuple[Array, Array], ...], sequences: int, scale: float, dtype: Any) -> Callable:
+    """Attention of step s: causal to step 0's keys, and to the same position's of steps 1 .. s; keeps keys and values.
+
+    `earlier` and what is kept: keys and values `[G, hd, N * T]` of each step.
+    """
+
+    def by_sequence(x: Array) -> Array:  # [..., hd, N * T] -> [..., hd, N, T]
+        return x.astype(dtype).reshape(*x.shape[:-1], sequences, -1)
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
+        chunks = (*earlier, (k, v))
+        first_k, first_v = (by_sequence(x) for x in chunks[0])
+        query = by_sequence(q * scale)  # [G, Q, hd, N, T]
+        length = query.shape[-1]
+        far = jnp.einsum("gqhnt,ghns->ngqts", query, first_k, preferred_element_type=jnp.float32)
+        far = jnp.where(jnp.tril(jnp.ones((length, length), bool)), far, _MASKED)
+        near = [jnp.sum(query * by_sequence(key)[:, None], axis=2, dtype=jnp.float32) for key, _ in chunks[1:]]
+        near = [jnp.transpose(x, (2, 0, 1, 3))[..., None] for x in near]  # [N, G, Q, T, 1]
+        weights = jax.nn.softmax(jnp.concatenate([far, *near], axis=-1), axis=-1)  # [N, G, Q, T, T + s]
+        out = jnp.einsum(
+            "ngqts,ghns->gqhnt", weights[..., :length].astype(dtype), first_v, preferred_element_type=jnp.float32
+        )
+        for index, (_, value) in enumerate(chunks[1:]):
+            own = jnp.transpose(weights[..., length + index], (1, 2, 0, 3))[:, :, None]  # [G, Q, 1, N, T]
+            out = out + own * by_sequence(value)[:, None].astype(jnp.float32)
+        return out.reshape(q.shape), (k, v)
+
+    return attend
+
+
+def eagle3_loss(
+    trainable: Params,
+    frozen: Params,
+    config: Eagle3Config,
+    loss: LossConfig,
+    batch: Batch,
+    compute_dtype: Any,
+    lengths: Array | None = None,
+) -> tuple[Array, Metrics]:
+    """Eagle3's loss of a batch.
+
+    Args:
+        trainable: float32 masters; products run in `compute_dtype`. frozen: as `losses.block_loss` takes it.
+        lengths: int32 `[N]`, tokens of each sequence; by default up to the last supervised one.
+
+    Returns:
+        The loss, float32 `[]`, and metrics as (sum, count) pairs.
+    """
+    params, frozen = _cast(trainable, frozen, compute_dtype)
+    lengths = sequence_lengths(batch.loss_mask) if lengths is None else lengths
+    sequences, length = batch.input_ids.shape
+    steps = config.train_steps
+    states = unroll(eagle3.MODEL, params, config, frozen["embed"], batch, steps)
+    inputs = [eagle3.MODEL.read(params, config, state) for state in states]  # [D, N * T] each
+    inside = jnp.arange(length) < lengths[:, None] - 1  # the last token has no successor
+    mask = jnp.where(inside, batch.loss_mask.astype(jnp.float32), 0.0)
+    masks = jnp.stack([shift(mask, s) for s in range(steps)])  # [S, N, T]
+    scale = jnp.exp(-jnp.arange(steps) / loss.decay) if loss.decay > 0 else jnp.ones(steps)
+    weights = loss.ce * scale[:, None, None] * masks / (sequences * length)
+    finals = [jnp.pad(batch.final[:, s + 1 :], ((0, 0), (0, min(s + 1, length)), (0, 0))) for s in range(steps)]
+    total, terms = _soft_terms(inputs, finals, frozen, weights)
+    by_step = StepTerms(*(x.reshape(steps, sequences, length) for x in terms))
+    metrics = step_metrics(by_step, masks) | {
+        f"ploss_{s}": (jnp.sum(by_step.ce[s] * masks[s]), jnp.float32(sequences * length)) for s in range(steps)
+    }
+    return total, jax.tree.map(jax.lax.stop_gradient, metrics)
+
+
+def step_metrics(terms: StepTerms, masks: Array) -> Metrics:
+    """Accuracy and accept rate of each step, supervised positions, and expected accepted lengths (tau).
+
+    Args:
+        terms: `[S, N, T]` each. masks: `[S, N, T]`, 1 where the position counts in that step.
+    """
+    metrics: Metrics = {}
+    for s in range(masks.shape[0]):
+        count = jnp.sum(masks[s])
+        metrics[f"accuracy@{s}"] = (jnp.sum(terms.correct[s] * masks[s]), count)
+        metrics[f"accept_rate@{s}"] = (jnp.sum(terms.accept[s] * masks[s]), count)
+        metrics[f"valid_tokens@{s}"] = (count, jnp.float32(1))
+    starts = jnp.sum(masks[0])
+    for name, rate in (("tau_greedy", terms.correct), ("tau_probabilistic", terms.accept)):
+        survival = jnp.sum(jnp.cumprod(rate * masks, axis=0), axis=0)  # [N, T]
+        metrics[name] = (jnp.sum((1 + survival) * masks[0]), starts)
+    return metrics
+
+
+def _cast(trainable: Params, frozen: Params, dtype: Any) -> tuple[Params, Params]:
+    params = jax.tree.map(lambda x: x.astype(dtype), trainable)
+    return params, {k: (v if k == "d2t" else v.astype(dtype)) for k, v in frozen.items()}
+
+
+def _soft_terms(inputs: list[Array], finals: list[Array], frozen: Params, weights: Array) -> tuple[Array, StepTerms]:
+    """Weighted sum of the soft cross entropies of all steps, in chunks, and the terms `[S * N * T]` of each row.
+
+    Args:
+        inputs: what the head reads, `[D, N * T]` a step. finals: aligned target states `[N, T, D]` a step.
+        weights: float32 `[S, N, T]`.
+    """
+    ids = draft_ids(frozen)
+    head = frozen["head"] if ids is None else jnp.take(frozen["head"], ids, axis=0)
+    whole = (frozen["head"], ids) if ids is not None else None
+    rows = weights.size
+    padding = -rows % _CHUNK
+    chunks = (rows + padding) // _CHUNK
+    hidden = jnp.pad(jnp.concatenate(inputs, axis=1), ((0, 0), (0, padding)))  # [D, S * N * T + padding]
+    hidden = jnp.moveaxis(hidden.reshape(-1, chunks, _CHUNK), 1, 0)  # [C, D, chunk]
+    final = jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in finals])
+    final = jnp.pad(final, ((0, padding), (0, 0))).reshape(chunks, _CHUNK, -1)
+    scaled = jnp.pad(weights.reshape(-1), (0, padding)).reshape(chunks, _CHUNK)
+    total, terms = _chunked(hidden, head, whole, final, scaled)
+    return total, StepTerms(*(jax.lax.stop_gradient(x.reshape(-1)[:rows]) for x in terms))
+
+
+def _soft_chunk(hidden: Array, head: Array, whole: tuple[Array, Array] | None, final: Array, weights: Array) -> Any:
+    """Weighted sum of one chunk, and its terms. `whole`: the full head `[V, D]`, of which `head` has the rows `ids`."""
+    log_draft = jax.nn.log_softmax(linear(head, hidden), axis=0)  # [Vd, chunk]
+    logits = linear_rows(head, final)
+    full = linear_rows(whole[0], final) if whole is not None else logits
+    target = jnp.exp(logits - jax.nn.logsumexp(full, axis=0))
+    ce = -jnp.sum(target * log_draft, axis=0)
+    accept = jnp.sum(jnp.minimum(target, jnp.exp(log_draft)), axis=0)
+    best = jnp.argmax(log_draft, axis=0)
+    hit = jnp.argmax(full, axis=0) == (best if whole is None else whole[1][best])
+    return jnp.sum(weights * ce), StepTerms(ce, accept, hit.astype(jnp.float32))
+
+
+@jax.custom_vjp
+def _chunked(
+    hidden: Array, head: Array, whole: tuple[Array, Array] | None, final: Array, weights: Array
+) -> tuple[Array, StepTerms]:
+    """`_soft_chunk` over chunks `[C, ..]`; the gradient reaches `hidden` alone."""
+    sums, terms = jax.lax.map(lambda x: _soft_chunk(x[0], head, whole, *x[1:]), (hidden, final, weights))
+    return jnp.sum(sums), terms
+
+
+def _chunked_forward(
+    hidden: Array, head: Array, whole: tuple[Array, Array] | None, final: Array, weights: Array
+) -> tuple:
+    """The value, and as residual the gradient: made along with it, so nothing of the vocabulary's size is kept."""
+
+    def one(x: tuple) -> tuple:
+        (value, terms), grad = jax.value_and_grad(_soft_chunk, has_aux=True)(x[0], head, whole, *x[1:])
+        return value, terms, grad
+
+    sums, terms, grad = jax.lax.map(one, (hidden, final, weights))
+    return (jnp.sum(sums), terms), grad
+
+
+def _chunked_backward(grad: Array, cotangent: tuple[Array, StepTerms]) -> tuple:
+    return (grad * cotangent[0]).astype(grad.dtype), None, None, None, None
+
+
+_chunked.defvjp(_chunked_forward, _chunked_backward)
+
+
+def mtp_loss(
+    trainable: Params, frozen: Params, config: MTPConfig, loss: LossConfig, batch: Batch, compute_dtype: Any
+) -> tuple[Array, Metrics]:
+    """MTP's loss of a batch: position i counts where the token i + 2, which it predicts, is supervised.
+
+    Arguments and result as `eagle3_loss`; the terms are those of `losses.block_loss`.
+    """
+    params, frozen = _cast(trainable, frozen, compute_dtype)
+    sequences, length = batch.input_ids.shape
+    state = unroll(mtp.MODEL, params, config, frozen["embed"], batch, 1)[0]  # [D, N * T]
+    labels = shift(batch.input_ids, 2).reshape(-1)
+    weights = shift(batch.loss_mask.astype(jnp.float32), 2).reshape(-1)
+    final = jnp.pad(batch.final[:, 1:], ((0, 0), (0, 1), (0, 0))).reshape(sequences * length, -1)
+    ids, normalizer, head = draft_ids(frozen), None, frozen["head"]
+    if ids is not None:
+        normalizer = jax.lax.stop_gradient(target_normalizer(head, final.T))
+        lookup = jnp.full(head.shape[0], -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
+        labels, head = jnp.take(lookup, labels), jnp.take(head, ids, axis=0)
+    in_vocab = weights * (labels >= 0)
+    scaled = (
+        loss.ce * in_vocab / (jnp.sum(in_vocab) + _EPS) if loss.ce > 0 else None,
+        loss.tv * weights / (jnp.sum(weights) + _EPS) if loss.tv > 0 else None,
+    )
+    states = BlockStates(mtp.MODEL.read(params, config, state), jnp.zeros((0, sequences * length)))
+    total, terms = all_slot_terms(params, head, states, final, normalizer, labels, scaled)
+    accept = jnp.clip(1 - 0.5 * terms.l1, 0.0, 1.0)
+    metrics: Metrics = {"accept_rate@0": (jnp.sum(accept * weights), jnp.sum(weights))}
+    metrics["tau_probabilistic"] = (jnp.sum((1 + accept) * weights), jnp.sum(weights))
+    if loss.ce > 0:
+        metrics["ce_loss"] = (jnp.sum(terms.ce * in_vocab), jnp.sum(in_vocab))
+    if loss.tv > 0:
+        metrics["l1_loss"] = (jnp.sum(terms.l1 * weights), jnp.sum(weights))
+    return total, jax.tree.map(jax.lax.stop_gradient, metrics)

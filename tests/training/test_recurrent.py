@@ -1,0 +1,178 @@
+"""Losses of Eagle3 and MTP: golden states, losses, metrics and every gradient; masks, chunks, reduced vocabularies."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from dspark_jax.checkpoints import recurrent as checkpoint
+from dspark_jax.checkpoints.load import load_drafter
+from dspark_jax.drafters import eagle3, mtp
+from dspark_jax.drafters.mtp import MTPConfig
+from dspark_jax.models.layers import linear
+from dspark_jax.training.losses import Batch, LossConfig
+from dspark_jax.training.recurrent import check_loss, eagle3_loss, mtp_loss, sequence_lengths, unroll
+
+FOLDER = Path(__file__).resolve().parents[1] / "golden" / "drafters" / "eagle3_qwen3"
+DECAY = -1 / math.log(0.8)  # 0.8^s
+LOSS = LossConfig(ce=1.0, tv=0.0, confidence=0.0, decay=DECAY)
+DATA = dict(np.load(FOLDER / "train.npz"))
+DRAFTER = load_drafter(FOLDER)
+FROZEN = {name: DRAFTER.params[name] for name in ("embed", "head")}
+TRAINABLE = {name: part for name, part in DRAFTER.params.items() if name not in FROZEN}
+BATCH = Batch(
+    *(
+        jnp.asarray(DATA[name])
+        for name in ("input_ids", "loss_mask", "target_hidden_states", "target_last_hidden_states")
+    )
+)
+SHORT = replace(DRAFTER.config, block_size=2)
+LENGTHS = jnp.asarray(DATA["attention_mask"].sum(axis=1))
+
+
+@partial(jax.jit, static_argnames=("config", "loss", "dtype"))
+def run_eagle(
+    trainable: Any, frozen: Any, batch: Batch, lengths: Any, config=DRAFTER.config, loss=LOSS, dtype="float32"
+):
+    """Loss, metrics and gradients."""
+    objective = lambda t: eagle3_loss(t, frozen, config, loss, batch, jnp.dtype(dtype), lengths)  # noqa: E731
+    (total, metrics), grads = jax.value_and_grad(objective, has_aux=True)(trainable)
+    return total, metrics, grads
+
+
+@partial(jax.jit, static_argnames=("config", "loss"))
+def run_loss(trainable: Any, frozen: Any, config=SHORT, loss=LOSS):
+    """Loss and metrics alone, by default of two steps."""
+    return eagle3_loss(trainable, frozen, config, loss, BATCH, jnp.float32, LENGTHS)
+
+
+def test_golden_states_and_logits() -> None:
+    """Hidden states and logits of every step at valid positions."""
+    steps = DRAFTER.config.block_size
+    model = jax.jit(partial(unroll, eagle3.MODEL, config=DRAFTER.config, steps=steps))
+    states = model(TRAINABLE, embed=FROZEN["embed"], batch=BATCH)
+    for s, state in enumerate(states):
+        valid = np.arange(32) < np.asarray(LENGTHS)[:, None] - s
+        logits = linear(FROZEN["head"], eagle3.MODEL.read(TRAINABLE, DRAFTER.config, state))
+        for got, name in ((state, "step_hidden"), (logits, "step_logits")):
+            rows = np.asarray(got).T.reshape(2, 32, -1)[valid]
+            np.testing.assert_allclose(rows, DATA[name][s][valid], atol=1e-4, err_msg=f"{name} {s}")
+
+
+def test_golden_losses_metrics_and_every_gradient() -> None:
+    meta = json.loads((FOLDER / "train_meta.json").read_text())
+    total, metrics, grads = run_eagle(TRAINABLE, FROZEN, BATCH, LENGTHS)
+    np.testing.assert_allclose(total, DATA["loss_total"], rtol=1e-5)
+    for s, wanted in enumerate(DATA["step_loss"]):
+        num, den = metrics[f"ploss_{s}"]
+        np.testing.assert_allclose(num / den, wanted, rtol=1e-5)
+    golden = {name.removeprefix("train/"): value for name, value in meta["metrics"].items()}
+    assert set(golden) == set(metrics) | {"loss"}
+    for name, (num, den) in metrics.items():
+        np.testing.assert_allclose(num / den, golden[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    got = checkpoint.named_tensors(DRAFTER.config, grads, embeddings=False)
+    wanted = load_file(FOLDER / "grads.safetensors")
+    assert set(got) == set(wanted) == set(meta["trainable"])
+    for name, value in wanted.items():
+        np.testing.assert_allclose(got[name], value, rtol=0, atol=1e-4 * np.abs(value).max(), err_msg=name)
+
+
+def test_step_weights_and_term_weight() -> None:
+    total, _ = run_loss(TRAINABLE, FROZEN, loss=replace(LOSS, ce=0.5, decay=0.0))
+    np.testing.assert_allclose(total, 0.5 * DATA["step_loss"][:2].sum(), rtol=1e-5)
+
+
+def test_padding_and_unsupervised_tails_do_not_matter() -> None:
+    """Without lengths a sequence ends at its last supervised token; what lies beyond changes nothing."""
+    lengths = sequence_lengths(BATCH.loss_mask)
+    assert lengths.tolist() == [32, 26]
+    assert sequence_lengths(jnp.zeros((1, 4))).tolist() == [0]
+    noise = BATCH._replace(
+        input_ids=BATCH.input_ids.at[1, 26:].set(7),
+        features=BATCH.features.at[1, 26:].set(3.0),
+        final=BATCH.final.at[1, 26:].set(-2.0),
+    )
+    one, two = (run_eagle(TRAINABLE, FROZEN, batch, lengths) for batch in (BATCH, noise))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), one, two)
+
+
+def test_no_supervised_token_gives_zero() -> None:
+    empty = BATCH._replace(loss_mask=jnp.zeros_like(BATCH.loss_mask))
+    total, _, grads = run_eagle(TRAINABLE, FROZEN, empty, sequence_lengths(empty.loss_mask))
+    assert total == 0 and all(not np.any(np.asarray(x)) for x in jax.tree.leaves(grads))
+
+
+def test_a_map_of_the_whole_vocabulary_changes_nothing() -> None:
+    full = run_loss(TRAINABLE, FROZEN)
+    mapped = run_loss(TRAINABLE, FROZEN | {"d2t": jnp.zeros(300, jnp.int32)})
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), full, mapped)
+
+
+def test_a_reduced_vocabulary_counts_the_mass_outside_as_lost() -> None:
+    """Step 0 against numpy: p_t keeps its normaliser over all tokens, p_d is over the draft vocabulary."""
+    ids = np.arange(0, 300, 3)
+    offsets = jnp.asarray(ids - np.arange(len(ids)), jnp.int32)
+    config = replace(DRAFTER.config, draft_vocab_size=len(ids), block_size=1)
+    _, metrics = run_loss(TRAINABLE, FROZEN | {"d2t": offsets}, config=config)
+    target = np.pad(DATA["target_logits"][:, 1:].astype(np.float64), ((0, 0), (0, 1), (0, 0)))
+    target = np.exp(target - np.log(np.exp(target).sum(-1, keepdims=True)))[..., ids]
+    draft = DATA["step_logits"][0].astype(np.float64)[..., ids]
+    draft = draft - np.log(np.exp(draft).sum(-1, keepdims=True))
+    mask = DATA["step_position_mask"][0]
+    np.testing.assert_allclose(metrics["ploss_0"][0], -((target * draft).sum(-1) * mask).sum(), rtol=1e-4)
+    accept = np.minimum(target, np.exp(draft)).sum(-1)
+    np.testing.assert_allclose(metrics["accept_rate@0"][0], (accept * mask).sum(), rtol=1e-4)
+
+
+def test_bfloat16_is_close() -> None:
+    total, _, grads = run_eagle(TRAINABLE, FROZEN, BATCH, LENGTHS, config=SHORT, dtype="bfloat16")
+    np.testing.assert_allclose(total, DATA["step_loss"][0] + 0.8 * DATA["step_loss"][1], rtol=0.02)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
+
+
+def mtp_case() -> tuple[MTPConfig, Any]:
+    """A random MTP drafter of the golden target's sizes."""
+    shared = {f: getattr(DRAFTER.config, f) for f in DRAFTER.config.__dataclass_fields__}
+    config = MTPConfig(**(shared | {"target_layer_ids": (), "block_size": 1}))
+    params = mtp.init_params(config, jax.random.key(2))
+    return config, jax.tree.map(lambda x: x if x.ndim == 1 else x * 8, params)
+
+
+def test_mtp_loss_is_its_formula() -> None:
+    """CE and TV against numpy on the drafter's own logits: labels two ahead, the target's distribution one ahead."""
+    config, params = mtp_case()
+    loss = LossConfig(ce=0.4, tv=0.6, confidence=0.0)
+    total, metrics = jax.jit(partial(mtp_loss, config=config, loss=loss, compute_dtype=jnp.float32))(
+        params, FROZEN, batch=BATCH
+    )
+    state = unroll(mtp.MODEL, params, config, FROZEN["embed"], BATCH, 1)[0]
+    draft = np.asarray(linear(FROZEN["head"], state), np.float64).T.reshape(2, 32, -1)[:, :-2]
+    draft = draft - np.log(np.exp(draft).sum(-1, keepdims=True))
+    target = DATA["target_logits"][:, 1:-1].astype(np.float64)
+    target = np.exp(target - np.log(np.exp(target).sum(-1, keepdims=True)))
+    mask, labels = DATA["loss_mask"][:, 2:], DATA["input_ids"][:, 2:]
+    ce = -np.take_along_axis(draft, labels[..., None], axis=-1)[..., 0]
+    l1 = np.abs(np.exp(draft) - target).sum(-1)
+    means = [(x * mask).sum() / mask.sum() for x in (ce, l1)]
+    np.testing.assert_allclose(total, 0.4 * means[0] + 0.6 * means[1], rtol=1e-5)
+    np.testing.assert_allclose(metrics["l1_loss"][0] / metrics["l1_loss"][1], means[1], rtol=1e-5)
+
+
+def test_terms_that_a_kind_does_not_have_are_refused() -> None:
+    config, _ = mtp_case()
+    check_loss(config, LossConfig(confidence=0.0))
+    check_loss(DRAFTER.config, LOSS)
+    with pytest.raises(ValueError, match="loss.tv 0.9: Eagle3 trains on the soft cross entropy alone"):
+        check_loss(DRAFTER.config, LossConfig(confidence=0.0))
+    with pytest.raises(ValueError, match="loss.confidence 1.0: this drafter has no confidence head"):
+        check_loss(config, LossConfig())
