@@ -23,8 +23,6 @@ from dspark_jax.drafters.interface import bind
 from dspark_jax.models.transformer import head_weight
 
 _SHORTEST = 32  # prompts are padded to powers of two from here on, tokens
-_CAPACITY_STEP = 128  # cache capacities are multiples of this, tokens
-_MARGIN = 32  # positions beyond the longest request, for the rows of the last step
 _GROUP = 8  # prompts of one padded length that are prefilled together, where so many wait
 _SMALLEST = 256  # caches begin with this capacity and grow, by a half or a third each time
 _MODES: tuple[Mode, ...] = ("greedy", "plain", "filtered")
@@ -216,7 +214,6 @@ class _Run:
     def completions(self) -> Iterator[Completion]:
         g = self.generator
         max_tokens = max((self.limit(r) for r in self.queue), default=1)
-        self.most = self.largest()
         state = init_state(self.engine, g.batch_size, 0, -(-max_tokens // 64) * 64, g.threshold)
         while self.queue or self.slots:
             state = self.fit(self.refill(state))
@@ -244,7 +241,7 @@ class _Run:
     def warm_up(self) -> None:
         """Compiles every program that the queue can need: for each prompt length, group and cache capacity."""
         g = self.generator
-        most, longest = self.largest(), max((self.limit(r) for r in self.queue), default=1)
+        longest = max((self.limit(r) for r in self.queue), default=1)
         state = init_state(self.engine, g.batch_size, 0, -(-longest // 64) * 64, g.threshold)
         groups = []
         for size in sorted({self.padded(r) for r in self.queue}):
@@ -252,10 +249,11 @@ class _Run:
             for count in (1, _GROUP) if len(alike) >= _GROUP <= g.batch_size else (1,):
                 new = self.new_requests(alike[:count], [g.batch_size] * count, size)  # nobody's slots
                 groups.append((size, new, _prefill(g.target.params, g._draft_params, new, engine=self.engine)))
+        ends = (len(r.prompt_ids) + self.limit(r) + self.engine.slots for r in self.queue)
+        most = max(*ends, *(size for size, _, _ in groups), 1)
         capacities = [capacity_for(1)]
         while capacities[-1] < most:
             capacities.append(capacity_for(capacities[-1] + 1))
-        capacities = sorted({min(c, most) for c in capacities})
         for i, capacity in enumerate(capacities):
             for smaller in (0, *capacities[:i]):  # changes of size, both ways
                 state = with_capacity(with_capacity(state, smaller, self.engine), capacity, self.engine)
@@ -269,12 +267,6 @@ class _Run:
         """Tokens that this request may generate: its own limit, within the target's context."""
         return min(request.sampling.max_tokens, self.generator.target.config.max_positions - len(request.prompt_ids))
 
-    def largest(self) -> int:
-        """Cache positions that the longest request of the queue can come to need."""
-        longest = max((len(r.prompt_ids) + self.limit(r) for r in self.queue), default=1)
-        longest = longest + max(self.engine.slots, _MARGIN)
-        return max(-(-longest // _CAPACITY_STEP) * _CAPACITY_STEP, *(self.padded(r) for r in self.queue), 1)
-
     def fit(self, state: DecodeState, prompt: int = 0) -> DecodeState:
         """Caches with room for the next step of every slot at work, and for padded prompts of `prompt` tokens.
 
@@ -282,7 +274,7 @@ class _Run:
         half or less only.
         """
         ends = (len(w.request.prompt_ids) + w.length - 1 + self.engine.slots for w in self.slots.values())
-        wanted = min(capacity_for(max(prompt, *ends, 1)), self.most)
+        wanted = capacity_for(max(prompt, *ends, 1))
         now = state.target_cache[0].keys.shape[1]
         return state if wanted == now or now // 2 < wanted < now else with_capacity(state, wanted, self.engine)
 

@@ -209,10 +209,16 @@ def answers(
         yield record
 
 
-def timed(generator: Generator, jobs: Sequence[Job], models: Models) -> tuple[list[dict[str, Any]], float]:
-    """All answers, and the wall seconds that they took together."""
+def timed(
+    generator: Generator, jobs: Sequence[Job], models: Models, keep: Callable[[dict[str, Any]], None] | None = None
+) -> tuple[list[dict[str, Any]], float]:
+    """All answers, each handed to `keep` as it ends, and the wall seconds that they took together."""
     began = time.perf_counter()
-    records = list(answers(generator, jobs, models))
+    records = []
+    for record in answers(generator, jobs, models) if jobs else ():
+        records.append(record)
+        if keep:
+            keep(record)
     return records, time.perf_counter() - began
 
 
@@ -233,29 +239,44 @@ def generate_file(
         print(f"{settings.output}: {there}", file=sys.stderr)
     models = models_of(settings)
     jobs = [make_job(record, models.target.tokenizer, settings) for record in todo]
-    generator = make_generator(models, settings, every_round=any(job.stop for job in jobs))
+    stops = any(job.stop for job in jobs)
+    generator = make_generator(models, settings, every_round=stops)
     for job in jobs:
         generator.check(job.request)
-    if settings.compare and jobs:
-        generator.warm_up(job.request for job in jobs)
-    done = []
     with RecordWriter(settings.output) as writer, tqdm(total=len(jobs), disable=not sys.stderr.isatty()) as progress:
-        began = time.perf_counter()
-        for record in answers(generator, jobs, models) if jobs else ():
+
+        def keep(record: dict[str, Any]) -> None:
             writer.write(record)
-            done.append(record)
             progress.update()
-        seconds = time.perf_counter() - began
-    comparison = compare_with_plain(settings, models, jobs, done, seconds) if settings.compare and jobs else None
+
+        if settings.compare and jobs:
+            plain = make_generator(models, settings, every_round=stops, plain=True)
+            done, seconds, comparison = compare_with_plain(generator, plain, jobs, models, keep)
+        else:
+            done, seconds = timed(generator, jobs, models, keep)
+            comparison = None
     return report.make_report(settings, models.dtype, done, seconds, comparison=comparison, skipped=skipped)
 
 
 def compare_with_plain(
-    settings: ServeSettings, models: Models, jobs: Sequence[Job], records: Sequence[dict[str, Any]], seconds: float
-) -> dict[str, Any]:
-    """Runs `jobs` by plain decoding in the same engine, warmed up, and compares (see `report.compare`)."""
-    generator = make_generator(models, settings, every_round=any(job.stop for job in jobs), plain=True)
-    generator.warm_up(job.request for job in jobs)
-    plain, plain_seconds = timed(generator, jobs, models)
+    generator: Generator, plain: Generator, jobs: Sequence[Job], models: Models, keep: Callable[[dict[str, Any]], None]
+) -> tuple[list[dict[str, Any]], float, dict[str, Any]]:
+    """Answers `jobs` with both engines, warmed up; prompt by prompt in turn where no batch is asked for, so that a
+    machine whose speed drifts slows both alike.
+
+    Returns:
+        the records, their seconds, and the comparison (see `report.compare`).
+    """
+    for engine in (generator, plain):
+        engine.warm_up(job.request for job in jobs)
+    turns = [[job] for job in jobs] if generator.batch_size == 1 else [jobs]
+    done: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    seconds = plain_seconds = 0.0
+    for turn in turns:
+        records, taken = timed(generator, turn, models, keep)
+        done, seconds = done + records, seconds + taken
+        records, taken = timed(plain, turn, models)
+        others, plain_seconds = others + records, plain_seconds + taken
     greedy = {job.request.id for job in jobs if job.request.sampling.mode == "greedy"}
-    return report.compare(records, seconds, plain, plain_seconds, greedy)
+    return done, seconds, report.compare(done, seconds, others, plain_seconds, greedy)
