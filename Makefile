@@ -26,7 +26,7 @@ demo: $(DEMO)/.stamp
 	$(DEMO)/bin/python serve.py --demo
 
 test: lint
-	$(TEST)/bin/python -m pytest $(ARGS)
+	$(TEST)/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 lint: $(TEST)/.stamp
 	$(TEST)/bin/ruff check .

@@ -54,7 +54,7 @@ class Options:
     target: str | None = None
     drafter: str | None = None
     dtype: Literal["float32", "bfloat16", "both"] = "both"
-    context: int = 512
+    context: int = 256
     rounds: int = 16
     repeats: int = 15
     bandwidth_mib: int = 1024

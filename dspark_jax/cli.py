@@ -11,6 +11,8 @@ COMMANDS = {
     "serve": ("dspark_jax.serving.main", "generate text: one prompt, or a file of prompts"),
     "train": ("dspark_jax.training.trainer", "train a drafter for a frozen target"),
     "data": ("dspark_jax.data.regenerate", "let the target answer prompts, to train a drafter on"),
+    "convert": ("dspark_jax.checkpoints.convert", "convert a drafter to another project's format"),
+    "doctor": ("dspark_jax.serving.doctor", "check that a target and a drafter belong together"),
 }
 
 

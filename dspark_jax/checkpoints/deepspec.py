@@ -29,6 +29,7 @@ from safetensors.numpy import save_file
 from dspark_jax.checkpoints.store import SINGLE_FILE, TensorStore, read_json
 from dspark_jax.checkpoints.tensors import Shape, check_tensors, layer_shapes, layer_tensors, read_layer, to_device
 from dspark_jax.drafters.config import DrafterConfig
+from dspark_jax.drafters.recurrent import RecurrentConfig
 from dspark_jax.models.config import RopeConfig, TransformerConfig
 from dspark_jax.models.families import FAMILIES, MODEL_TYPES
 
@@ -41,12 +42,17 @@ _CLASSES = {
 _WRITTEN_TYPES = {"gemma3": "gemma3_text", "gemma4": "gemma4_unified_text"}  # model_type, where it is not the family
 _OTHER_CLASSES = {
     "DFlashDraftModel": "z-lab's slot convention: the anchor slot predicts nothing, B slots give B - 1 drafts",
-    "DSparkDraftModel": "SpecForge's layout: everything under dflash_config, another slot convention may hold",
+    "DSparkDraftModel": "SpecForge's layout: everything under dflash_config",
     "Qwen3Eagle3Model": "an Eagle3 drafter, read it by `load_drafter`",
-    "Gemma4Eagle3Model": "an Eagle3 drafter, not supported yet",
-    "LlamaForCausalLMEagle3": "an Eagle3 drafter, not supported yet",
+    "Gemma4Eagle3Model": "an Eagle3 drafter, read it by `load_drafter`",
+    "LlamaForCausalLMEagle3": "an Eagle3 drafter in SGLang's format, read it by `load_drafter`",
 }
-_STORAGE = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+_STORAGE = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+_STORED_AS = {"d2t": np.dtype(np.int64), "t2d": np.dtype(np.bool_)}  # the vocabulary map, whatever the others' dtype
 CONFIG_FILE = "config.json"
 
 # Parameter names of the sequential heads, and their tensors.
@@ -84,11 +90,22 @@ def read_drafter(folder: str | Path, dtype: DTypeLike) -> tuple[DrafterConfig, d
     folder = Path(folder)
     raw = read_json(folder / CONFIG_FILE)
     with naming(folder / CONFIG_FILE):
-        family = _family(raw)
-    store = TensorStore(folder)
+        _family(raw)
+    return assemble(folder / CONFIG_FILE, raw, TensorStore(folder), dtype)
+
+
+def assemble(
+    file: Path, raw: Mapping[str, Any], store: TensorStore, dtype: DTypeLike, *, anchor_predicts: bool = True
+) -> tuple[DrafterConfig, dict[str, Any]]:
+    """Config and parameters from DeepSpec's fields and tensors, which may be those of another format translated.
+
+    Args:
+        file: named in errors about `raw`. raw: `config.json`'s content. store: tensors by DeepSpec's names.
+        dtype, result and errors: as `read_drafter`. anchor_predicts: the slot convention (`DrafterConfig`).
+    """
     shapes = store.shapes()
-    with naming(folder / CONFIG_FILE):
-        config = _parse_config(raw, family, shapes)
+    with naming(file):
+        config = _parse_config(raw, _family(raw), shapes, anchor_predicts)
     if config.trims_vocabulary and "d2t" not in shapes:
         raise ValueError(
             f"{store.path}: tensor d2t is missing: draft_vocab_size {config.draft_vocab_size} is smaller than "
@@ -163,7 +180,9 @@ def _family(raw: Mapping[str, Any]) -> str:
     return family
 
 
-def _parse_config(raw: Mapping[str, Any], family: str, shapes: Mapping[str, Shape]) -> DrafterConfig:
+def _parse_config(
+    raw: Mapping[str, Any], family: str, shapes: Mapping[str, Shape], anchor_predicts: bool
+) -> DrafterConfig:
     def number(name: str, default: int | None = None) -> int:
         value = raw.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
@@ -215,6 +234,7 @@ def _parse_config(raw: Mapping[str, Any], family: str, shapes: Mapping[str, Shap
         shared_kv=sizes.shared_kv,
         attention_scale=sizes.attention_scale,
         final_softcap=sizes.final_softcap,
+        anchor_predicts=anchor_predicts,
     )
 
 
@@ -298,7 +318,7 @@ def write_drafter(
     *,
     extra: Mapping[str, Any] | None = None,
     storage_dtype: str = "bfloat16",
-    include_embeddings: bool = True,
+    include_embeddings: bool | None = True,
 ) -> None:
     """Writes a drafter as a DeepSpec folder, all or nothing: a reader sees the old folder or the new one.
 
@@ -306,16 +326,15 @@ def write_drafter(
         folder: made, with its parents; an older drafter in it is replaced.
         config: the drafter's config. params: its parameters, as `read_drafter` gives them.
         extra: further config fields, such as `num_anchors`.
-        storage_dtype: "bfloat16" or "float32", of every tensor but `d2t` (int64).
-        include_embeddings: whether `embed` and `head` are stored; without, a reader uses the target's.
+        storage_dtype: "bfloat16", "float16" or "float32", of every tensor but `d2t` (int64).
+        include_embeddings: whether `embed` and `head` are stored; without, a reader uses the target's. None: those that
+            the parameters hold.
 
     Raises:
         ValueError: parameters that do not fit the config, an `extra` field that contradicts it, or a folder that holds
             other files.
     """
-    write_folder(
-        folder, config_fields(config), _named_tensors(config, params, include_embeddings), extra, storage_dtype
-    )
+    write_folder(folder, config_fields(config), named_tensors(config, params, include_embeddings), extra, storage_dtype)
 
 
 def write_folder(
@@ -328,7 +347,7 @@ def write_folder(
     """Writes `config.json` and the weights of any kind of drafter; `write_drafter` explains the arguments and errors.
 
     Args:
-        fields: the config's own fields. tensors: by name; `d2t` is stored as int64.
+        fields: the config's own fields. tensors: by name; `d2t` is stored as int64, `t2d` as bool.
     """
     folder = Path(folder)
     if storage_dtype not in _STORAGE:
@@ -337,9 +356,8 @@ def write_folder(
     for name, value in (extra or {}).items():
         if name in fields and fields[name] != value:
             raise ValueError(f"extra field {name} {value!r}: the drafter's config says {fields[name]!r}")
-    stored = {name: tensor.astype(_STORAGE[storage_dtype]) for name, tensor in tensors.items() if name != "d2t"}
-    if "d2t" in tensors:
-        stored["d2t"] = tensors["d2t"].astype(np.int64)
+    dtype = _STORAGE[storage_dtype]
+    stored = {name: np.ascontiguousarray(tensor, _STORED_AS.get(name, dtype)) for name, tensor in tensors.items()}
     with _replacing(folder) as fresh:
         save_file(stored, fresh / SINGLE_FILE, metadata={"format": "pt"})
         text = json.dumps({**(extra or {}), **fields}, indent=2, sort_keys=True)
@@ -355,10 +373,41 @@ def config_fields(config: DrafterConfig) -> dict[str, Any]:
     classes = {family: name for name, family in _CLASSES.items()}
     if config.family not in classes:
         raise ValueError(f"family {config.family!r}: drafters are written for {sorted(classes)}")
+    if not config.anchor_predicts:
+        raise ValueError(
+            "anchor_predicts false: in DeepSpec's format the anchor is the first prediction slot; weights of the two "
+            "slot conventions are not interchangeable, so the drafter would have to be trained anew"
+        )
+    fields = {
+        "architectures": [classes[config.family]],
+        **size_fields(config),
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+        "num_target_layers": config.num_target_layers,
+        "markov_rank": config.markov_rank,
+        "enable_confidence_head": config.confidence,
+    }
+    if config.markov_rank:
+        fields["markov_head_type"] = config.markov_kind
+    if config.confidence:
+        fields["confidence_head_with_markov"] = config.confidence_with_markov
+    if config.trims_vocabulary:
+        fields["draft_vocab_size"] = config.draft_vocab_size
+    if not FAMILIES[config.family].qk_norm:
+        fields["qk_norm"] = config.qk_norm
+    return fields
+
+
+def size_fields(config: DrafterConfig | RecurrentConfig) -> dict[str, Any]:
+    """The fields of the backbone, as a Hugging Face config of its family holds them.
+
+    Raises:
+        ValueError: a switch that the family cannot express.
+    """
     if FAMILIES[config.family].qk_norm and not config.qk_norm:
         raise ValueError(f"qk_norm false: layers of family {config.family} always have q and k norms")
     fields: dict[str, Any] = {
-        "architectures": [classes[config.family]],
         "model_type": _WRITTEN_TYPES.get(config.family, config.family),
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -372,28 +421,14 @@ def config_fields(config: DrafterConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_positions,
         "layer_types": ["full_attention"] * config.num_layers,
         "tie_word_embeddings": False,
-        "block_size": config.block_size,
-        "mask_token_id": config.mask_token_id,
-        "target_layer_ids": list(config.target_layer_ids),
-        "num_target_layers": config.num_target_layers,
-        "markov_rank": config.markov_rank,
-        "enable_confidence_head": config.confidence,
         **(_gemma_fields(config) if config.family in _WRITTEN_TYPES else rope_fields(config.rope)),
     }
     if config.traits.activation == "silu":
         fields["hidden_act"] = "silu"
-    if config.markov_rank:
-        fields["markov_head_type"] = config.markov_kind
-    if config.confidence:
-        fields["confidence_head_with_markov"] = config.confidence_with_markov
-    if config.trims_vocabulary:
-        fields["draft_vocab_size"] = config.draft_vocab_size
-    if not FAMILIES[config.family].qk_norm:
-        fields["qk_norm"] = config.qk_norm
     return fields
 
 
-def _gemma_fields(config: DrafterConfig) -> dict[str, Any]:
+def _gemma_fields(config: DrafterConfig | RecurrentConfig) -> dict[str, Any]:
     """What Gemma's config says beside the common fields."""
     fields: dict[str, Any] = {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -438,8 +473,11 @@ def rope_fields(rope: RopeConfig) -> dict[str, Any]:
     }
 
 
-def _named_tensors(config: DrafterConfig, params: Mapping[str, Any], embeddings: bool) -> dict[str, np.ndarray]:
-    """All tensors of a drafter by name, each checked against the shape that the config asks for."""
+def named_tensors(config: DrafterConfig, params: Mapping[str, Any], embeddings: bool | None) -> dict[str, np.ndarray]:
+    """All tensors of a drafter by DeepSpec's names, each checked against the shape that the config asks for.
+
+    `embeddings` as `include_embeddings` of `write_drafter`, which also tells the errors.
+    """
     named: dict[str, Any] = {
         "fc.weight": params["fc"],
         "hidden_norm.weight": params["hidden_norm"],
@@ -447,11 +485,7 @@ def _named_tensors(config: DrafterConfig, params: Mapping[str, Any], embeddings:
     }
     for i, layer in enumerate(params["layers"]):
         named |= layer_tensors(layer, f"layers.{i}.", config, config.attention)
-    if embeddings:
-        absent = [name for name in ("embed", "head") if name not in params]
-        if absent:
-            raise ValueError(f"include_embeddings true, but the parameters hold no {' and no '.join(absent)}")
-        named |= {"embed_tokens.weight": params["embed"], "lm_head.weight": params["head"]}
+    named |= embedding_tensors(params, embeddings)
     named |= {_MARKOV_TENSORS[name]: tensor for name, tensor in params.get("markov", {}).items()}
     if "confidence" in params:
         named["confidence_head.proj.weight"] = np.asarray(params["confidence"]["w"])[None, :]  # [1, D (+ r)]
@@ -465,6 +499,15 @@ def _named_tensors(config: DrafterConfig, params: Mapping[str, Any], embeddings:
     if config.trims_vocabulary:
         check_offsets(tensors["d2t"], config)
     return tensors
+
+
+def embedding_tensors(params: Mapping[str, Any], embeddings: bool | None) -> dict[str, Any]:
+    """Embedding and head of `params` by tensor name; `embeddings` as `include_embeddings` of `write_drafter`."""
+    names = {"embed": "embed_tokens.weight", "head": "lm_head.weight"}
+    absent = [name for name in names if name not in params]
+    if embeddings and absent:
+        raise ValueError(f"include_embeddings true, but the parameters hold no {' and no '.join(absent)}")
+    return {} if embeddings is False else {names[name]: params[name] for name in names if name in params}
 
 
 @contextmanager

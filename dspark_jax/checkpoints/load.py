@@ -79,20 +79,27 @@ def load_target(path: str | Path, *, dtype: DTypeLike = jnp.float32, mesh: Mesh 
     return Target(config, _place(params, mesh), local)
 
 
-def load_drafter(path: str | Path, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Drafter:
-    """Loads a drafter in DeepSpec's format: DSpark, DFlash, Eagle3 or MTP, as its config says.
+def load_drafter(
+    path: str | Path,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    mesh: Mesh | None = None,
+    target: TransformerConfig | None = None,
+) -> Drafter:
+    """Loads a drafter of any kind and format (`checkpoints.drafters` lists them), and logs what it was recognised as.
 
     Args:
         path: a folder or a hub id.
         dtype: dtype of every parameter array but the integer vocabulary map.
         mesh: devices to place the parameters on, a full copy on each; the default device without.
+        target: config of the target, for formats that do not say how many layers it has (speculators, SGLang).
 
     Raises:
         FileNotFoundError: no such path, no such model on the hub, or a file of the checkpoint is missing.
-        ValueError: another format or slot convention, or files that are damaged or do not fit together.
+        ValueError: an unknown format or slot convention, or files that are damaged or do not fit together.
     """
     local = resolve(path)
-    config, params = read_drafter(local, dtype)
+    config, params = read_drafter(local, dtype, target)
     return Drafter(config, _place(params, mesh), local)
 
 

@@ -1,7 +1,8 @@
 """Eagle3 drafters in DeepSpec's folder format, and MTP drafters in one like it, both ways.
 
 DeepSpec's Eagle3: class `Qwen3Eagle3Model`, the block length is `ttt_length`; tensors as a decoder layer's, with q, k
-and v of 2D inputs, a `hidden_norm` per layer, `fc`, `norm`, embedding and head. A reduced draft vocabulary
+and v of 2D inputs, a `hidden_norm` per layer, `fc`, `norm`, embedding and head. Gemma's layers have their own norms,
+and Gemma4's a `layer_scalar`, in drafters as in targets. A reduced draft vocabulary
 adds `draft_vocab_size` and `d2t` (offsets) as in DSpark folders. MTP (`Qwen3MTPModel`): a plain decoder layer, and
 `eh_proj`, `hnorm`, `enorm` named as DeepSeek-V3 names them; here `eh_proj` reads [state ; embedding] (facts section 4).
 """
@@ -19,19 +20,23 @@ from jax.typing import DTypeLike
 
 from dspark_jax.checkpoints import deepspec
 from dspark_jax.checkpoints.store import TensorStore, read_json
-from dspark_jax.checkpoints.tensors import Shape, check_tensors, to_device
+from dspark_jax.checkpoints.tensors import Shape, check_tensors, layer_shapes, layer_tensors, read_layer, to_device
 from dspark_jax.drafters.eagle3 import Eagle3Config
 from dspark_jax.drafters.mtp import MTPConfig
 from dspark_jax.models.config import TransformerConfig
+from dspark_jax.models.families import MODEL_TYPES
 
 Config = Eagle3Config | MTPConfig
 _LAYER = "layers.0."
-_ALWAYS_NORMED = ("qwen3",)  # families whose attention has q and k norms
 CLASSES: dict[str, tuple[type, str]] = {
     "Qwen3Eagle3Model": (Eagle3Config, "qwen3"),
     "LlamaEagle3Model": (Eagle3Config, "llama"),
+    "Gemma3Eagle3Model": (Eagle3Config, "gemma3"),
+    "Gemma4Eagle3Model": (Eagle3Config, "gemma4"),
     "Qwen3MTPModel": (MTPConfig, "qwen3"),
     "LlamaMTPModel": (MTPConfig, "llama"),
+    "Gemma3MTPModel": (MTPConfig, "gemma3"),
+    "Gemma4MTPModel": (MTPConfig, "gemma4"),
 }
 
 
@@ -43,32 +48,14 @@ def class_name(raw: Mapping[str, Any]) -> str | None:
 
 def drafter_shapes(config: Config) -> dict[str, Shape]:
     """Names and shapes of all tensors that a folder may hold, embedding and head included."""
-    d, f, hd = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.num_heads * hd, config.num_kv_heads * hd
-    eagle = isinstance(config, Eagle3Config)
-    width = 2 * d if eagle else d
-    layer: dict[str, Shape] = {
-        "input_layernorm.weight": (d,),
-        "self_attn.q_proj.weight": (queries, width),
-        "self_attn.k_proj.weight": (keys, width),
-        "self_attn.v_proj.weight": (keys, width),
-        "self_attn.o_proj.weight": (d, queries),
-        "post_attention_layernorm.weight": (d,),
-        "mlp.gate_proj.weight": (f, d),
-        "mlp.up_proj.weight": (f, d),
-        "mlp.down_proj.weight": (d, f),
-    }
-    if config.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (hd,), "self_attn.k_norm.weight": (hd,)}
-    if eagle:
-        layer["hidden_norm.weight"] = (d,)
+    d, eagle = config.hidden_size, isinstance(config, Eagle3Config)
     shapes: dict[str, Shape] = {
         "embed_tokens.weight": (config.vocab_size, d),
         "lm_head.weight": (config.draft_vocab_size, d),
         "norm.weight": (d,),
-    } | {_LAYER + name: shape for name, shape in layer.items()}
+    } | layer_shapes(_LAYER, config, config.attention, attention_inputs=2 * d if eagle else d)
     if eagle:
-        shapes["fc.weight"] = (d, len(config.target_layer_ids) * d)
+        shapes |= {_LAYER + "hidden_norm.weight": (d,), "fc.weight": (d, len(config.target_layer_ids) * d)}
     else:
         shapes |= {"eh_proj.weight": (d, 2 * d), "hnorm.weight": (d,), "enorm.weight": (d,)}
     if config.trims_vocabulary:
@@ -78,10 +65,14 @@ def drafter_shapes(config: Config) -> dict[str, Shape]:
 
 def read_drafter(folder: Path, dtype: DTypeLike) -> tuple[Config, dict[str, Any]]:
     """Reads an Eagle3 or MTP drafter; arguments, result and errors as `deepspec.read_drafter`."""
-    raw = read_json(folder / deepspec.CONFIG_FILE)
-    store = TensorStore(folder)
+    file = folder / deepspec.CONFIG_FILE
+    return assemble(file, read_json(file), TensorStore(folder), dtype)
+
+
+def assemble(file: Path, raw: Mapping[str, Any], store: TensorStore, dtype: DTypeLike) -> tuple[Config, dict[str, Any]]:
+    """Config and parameters from fields and tensors as above; arguments, result, errors as `deepspec.assemble`."""
     shapes = store.shapes()
-    with deepspec.naming(folder / deepspec.CONFIG_FILE):
+    with deepspec.naming(file):
         config = _parse_config(raw, shapes)
     if config.trims_vocabulary and "d2t" not in shapes:
         raise ValueError(
@@ -99,7 +90,7 @@ def read_drafter(folder: Path, dtype: DTypeLike) -> tuple[Config, dict[str, Any]
 
 def _parse_config(raw: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Config:
     kind, family = CLASSES[str(class_name(raw))]
-    if raw.get("model_type") != family:
+    if MODEL_TYPES.get(str(raw.get("model_type"))) != family:
         raise ValueError(f"model_type {raw.get('model_type')!r}: must be {family!r} for class {class_name(raw)}")
 
     def number(name: str, default: int | None = None) -> int:
@@ -116,6 +107,11 @@ def _parse_config(raw: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Config
     sizes = TransformerConfig.from_hf(raw)
     if sizes.num_layers != 1:
         raise ValueError(f"num_hidden_layers {sizes.num_layers}: these drafters have exactly one layer")
+    if any(sizes.pattern):
+        raise ValueError(f"layer_types {raw.get('layer_types')!r}: the layer of a drafter must be full_attention")
+    switches: dict[str, Any] = {}
+    if kind is Eagle3Config:
+        switches["norm_before_residual"] = bool(raw.get("norm_before_residual", False))
     config: Config = kind(
         block_size=number("ttt_length" if kind is Eagle3Config else "block_size"),
         target_layer_ids=tuple(ids),
@@ -133,31 +129,21 @@ def _parse_config(raw: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Config
         qk_norm=sizes.qk_norm or _LAYER + "self_attn.q_norm.weight" in shapes,
         max_positions=sizes.max_positions,
         family=family,
+        shared_kv=sizes.shared_kv,
+        attention_scale=sizes.attention_scale,
+        final_softcap=sizes.final_softcap,
+        **switches,
     )
     return config
 
 
 def _read_params(store: TensorStore, config: Config, dtype: DTypeLike) -> dict[str, Any]:
-    shapes, groups, hd = store.shapes(), config.num_kv_heads, config.head_dim
+    shapes = store.shapes()
 
     def array(name: str) -> jax.Array:
         return to_device(store.read(name), dtype)
 
-    def heads(name: str) -> np.ndarray:
-        weight = store.read(f"{_LAYER}self_attn.{name}_proj.weight")
-        return weight.reshape(groups, -1, hd, weight.shape[-1])  # [G, Q or 1, hd, D or 2D]
-
-    mlp = [store.read(f"{_LAYER}mlp.{name}_proj.weight") for name in ("gate", "up")]
-    layer = {
-        "input_norm": array(_LAYER + "input_layernorm.weight"),  # [D]
-        "qkv": to_device(np.concatenate([heads(name) for name in "qkv"], axis=1), dtype),  # [G, Q+2, hd, D or 2D]
-        "o": array(_LAYER + "self_attn.o_proj.weight").reshape(config.hidden_size, groups, -1, hd),  # [D, G, Q, hd]
-        "post_norm": array(_LAYER + "post_attention_layernorm.weight"),  # [D]
-        "gate_up": to_device(np.stack(mlp), dtype),  # [2, F, D]
-        "down": array(_LAYER + "mlp.down_proj.weight"),  # [D, F]
-    }
-    if config.qk_norm:
-        layer |= {name: array(f"{_LAYER}self_attn.{name}.weight") for name in ("q_norm", "k_norm")}
+    layer = read_layer(store.read, _LAYER, config, config.attention, dtype)  # "qkv": [G, Q + 2 or 1, hd, D or 2D]
     params: dict[str, Any] = {"norm": array("norm.weight")}  # [D]
     if isinstance(config, Eagle3Config):
         layer["hidden_norm"] = array(_LAYER + "hidden_norm.weight")  # [D]
@@ -184,30 +170,16 @@ def config_fields(config: Config) -> dict[str, Any]:
     names = {(kind, family): name for name, (kind, family) in CLASSES.items()}
     if (type(config), config.family) not in names:
         raise ValueError(f"family {config.family!r}: {type(config).__name__} has no class for it")
-    if config.family in _ALWAYS_NORMED and not config.qk_norm:
-        raise ValueError(f"qk_norm false: layers of family {config.family} always have q and k norms")
-    fields: dict[str, Any] = {
+    fields = {
         "architectures": [names[type(config), config.family]],
-        "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_positions,
-        "layer_types": ["full_attention"],
-        "tie_word_embeddings": False,
+        **size_fields(config),
         "num_target_layers": config.num_target_layers,
-        **deepspec.rope_fields(config.rope),
     }
     if isinstance(config, Eagle3Config):
         fields |= {"ttt_length": config.block_size, "target_layer_ids": list(config.target_layer_ids)}
         fields["draft_num_hidden_layers"] = 1
+        if config.norm_before_residual:
+            fields["norm_before_residual"] = True
     else:
         fields["block_size"] = config.block_size
     if config.trims_vocabulary:
@@ -215,33 +187,24 @@ def config_fields(config: Config) -> dict[str, Any]:
     return fields
 
 
-def named_tensors(config: Config, params: Mapping[str, Any], embeddings: bool) -> dict[str, np.ndarray]:
-    """All tensors of a drafter by name, each checked against the shape that the config asks for."""
-    layer = {name: np.asarray(value) for name, value in params["layers"][0].items()}
-    qkv = layer["qkv"]  # [G, Q+2, hd, D or 2D]
-    width = qkv.shape[-1]
-    named: dict[str, Any] = {
-        "input_layernorm.weight": layer["input_norm"],
-        "self_attn.q_proj.weight": qkv[:, :-2].reshape(-1, width),
-        "self_attn.k_proj.weight": qkv[:, -2].reshape(-1, width),
-        "self_attn.v_proj.weight": qkv[:, -1].reshape(-1, width),
-        "self_attn.o_proj.weight": layer["o"].reshape(config.hidden_size, -1),
-        "post_attention_layernorm.weight": layer["post_norm"],
-        "mlp.gate_proj.weight": layer["gate_up"][0],
-        "mlp.up_proj.weight": layer["gate_up"][1],
-        "mlp.down_proj.weight": layer["down"],
-    }
-    named |= {f"self_attn.{name}.weight": layer[name] for name in ("q_norm", "k_norm") if name in layer}
+def size_fields(config: Config) -> dict[str, Any]:
+    """The fields of the layer, as a Hugging Face config of its family holds them.
+
+    Raises:
+        ValueError: a switch that the family cannot express.
+    """
+    return deepspec.size_fields(config)
+
+
+def named_tensors(config: Config, params: Mapping[str, Any], embeddings: bool | None) -> dict[str, np.ndarray]:
+    """All tensors of a drafter by name; arguments and errors as `deepspec.named_tensors`."""
+    layer = params["layers"][0]
+    named: dict[str, Any] = {"norm.weight": params["norm"], **layer_tensors(layer, _LAYER, config, config.attention)}
     if "hidden_norm" in layer:
-        named["hidden_norm.weight"] = layer["hidden_norm"]
-    named = {_LAYER + name: value for name, value in named.items()} | {"norm.weight": params["norm"]}
+        named[_LAYER + "hidden_norm.weight"] = layer["hidden_norm"]
     others = {"fc": "fc", "proj": "eh_proj", "hidden_norm": "hnorm", "embed_norm": "enorm"}
     named |= {f"{name}.weight": params[ours] for ours, name in others.items() if ours in params}
-    if embeddings:
-        absent = [name for name in ("embed", "head") if name not in params]
-        if absent:
-            raise ValueError(f"include_embeddings true, but the parameters hold no {' and no '.join(absent)}")
-        named |= {"embed_tokens.weight": params["embed"], "lm_head.weight": params["head"]}
+    named |= deepspec.embedding_tensors(params, embeddings)
     if "d2t" in params:
         named["d2t"] = params["d2t"]
     tensors = {name: np.asarray(value) for name, value in named.items()}
@@ -260,7 +223,7 @@ def write_drafter(
     *,
     extra: Mapping[str, Any] | None = None,
     storage_dtype: str = "bfloat16",
-    include_embeddings: bool = True,
+    include_embeddings: bool | None = True,
 ) -> None:
     """Writes an Eagle3 or MTP drafter as a folder; arguments and errors as `deepspec.write_drafter`."""
     tensors = named_tensors(config, params, include_embeddings)

@@ -16,11 +16,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from dspark_jax.drafters.config import DrafterConfig
+from dspark_jax.drafters.recurrent import RecurrentConfig
 from dspark_jax.models.config import AttentionConfig, TransformerConfig
 from dspark_jax.models.families import FAMILIES
 
 Shape = tuple[int, ...]
-Sizes = TransformerConfig | DrafterConfig
+Sizes = TransformerConfig | DrafterConfig | RecurrentConfig
 Read = Callable[[str], np.ndarray]
 
 _NAMED_AT_MOST = 4  # names that an error lists before it only counts
@@ -40,14 +41,18 @@ def _norm_names(sandwich: bool) -> dict[str, str]:
     return _SANDWICH_NORMS if sandwich else _NORMS
 
 
-def layer_shapes(prefix: str, sizes: Sizes, kind: AttentionConfig) -> dict[str, Shape]:
-    """Names and shapes of one decoder layer's tensors in Hugging Face form; `prefix` ends with a dot."""
+def layer_shapes(prefix: str, sizes: Sizes, kind: AttentionConfig, *, attention_inputs: int = 0) -> dict[str, Shape]:
+    """Names and shapes of one decoder layer's tensors in Hugging Face form; `prefix` ends with a dot.
+
+    `attention_inputs`: what q, k and v read, where that is not the hidden size (Eagle3).
+    """
     d, f, hd, traits = sizes.hidden_size, sizes.intermediate_size, kind.head_dim, FAMILIES[sizes.family]
+    width = attention_inputs or d
     queries, keys = sizes.num_heads * hd, kind.num_kv_heads * hd
     shapes: dict[str, Shape] = {
-        "self_attn.q_proj.weight": (queries, d),
-        "self_attn.k_proj.weight": (keys, d),
-        "self_attn.v_proj.weight": (keys, d),
+        "self_attn.q_proj.weight": (queries, width),
+        "self_attn.k_proj.weight": (keys, width),
+        "self_attn.v_proj.weight": (keys, width),
         "self_attn.o_proj.weight": (d, queries),
         "mlp.gate_proj.weight": (f, d),
         "mlp.up_proj.weight": (f, d),
@@ -100,12 +105,16 @@ def read_layer(
 ) -> dict[str, jax.Array]:
     """Builds one layer's parameters; `read` gives a tensor by its Hugging Face name, shaped as `layer_shapes` says.
 
-    With `separate_queries` (drafters, whose context has keys and values only) `qkv` comes as `q` and `kv`.
+    With `separate_queries` (block drafters, whose context has keys and values only) `qkv` comes as `q` and `kv`.
     """
     d, hd, groups, traits = sizes.hidden_size, kind.head_dim, kind.num_kv_heads, FAMILIES[sizes.family]
+
+    def heads(name: str, count: int) -> np.ndarray:
+        weight = read(f"{prefix}self_attn.{name}_proj.weight")
+        return weight.reshape(groups, count, hd, weight.shape[-1])
+
     names = ("k",) if kind.shared_kv else ("k", "v")
-    q = read(prefix + "self_attn.q_proj.weight").reshape(groups, -1, hd, d)  # [G, Q, hd, D]
-    kv = [read(prefix + f"self_attn.{name}_proj.weight").reshape(groups, 1, hd, d) for name in names]
+    q, kv = heads("q", sizes.num_heads // groups), [heads(name, 1) for name in names]  # [G, Q, hd, D], [G, 1, hd, D]
     layer = {
         "o": read(prefix + "self_attn.o_proj.weight").reshape(d, groups, -1, hd),  # [D, G, Q, hd]
         "gate_up": np.stack([read(prefix + f"mlp.{name}_proj.weight") for name in ("gate", "up")]),  # [2, F, D]
@@ -129,19 +138,19 @@ def layer_tensors(layer: Mapping[str, Any], prefix: str, sizes: Sizes, kind: Att
     traits = FAMILIES[sizes.family]
     parts = ("qkv",) if "qkv" in layer else ("q", "kv")
     qkv = np.concatenate([np.asarray(layer[name]) for name in parts], axis=1)  # [G, Q + 2 or 1, hd, D]
-    d, queries = qkv.shape[-1], sizes.num_heads // kind.num_kv_heads
+    width, queries = qkv.shape[-1], sizes.num_heads // kind.num_kv_heads
     gate_up = np.asarray(layer["gate_up"])  # [2, F, D]
     tensors = {
-        "self_attn.q_proj.weight": qkv[:, :queries].reshape(-1, d),  # [H*hd, D]
-        "self_attn.k_proj.weight": qkv[:, queries].reshape(-1, d),  # [G*hd, D]
-        "self_attn.o_proj.weight": np.asarray(layer["o"]).reshape(d, -1),  # [D, H*hd]
+        "self_attn.q_proj.weight": qkv[:, :queries].reshape(-1, width),  # [H*hd, D]
+        "self_attn.k_proj.weight": qkv[:, queries].reshape(-1, width),  # [G*hd, D]
+        "self_attn.o_proj.weight": np.asarray(layer["o"]).reshape(sizes.hidden_size, -1),  # [D, H*hd]
         "mlp.gate_proj.weight": gate_up[0],
         "mlp.up_proj.weight": gate_up[1],
         "mlp.down_proj.weight": layer["down"],
     }
     tensors |= {name: layer[ours] for ours, name in _norm_names(traits.sandwich_norms).items() if ours in layer}
     if not kind.shared_kv:
-        tensors["self_attn.v_proj.weight"] = qkv[:, queries + 1].reshape(-1, d)  # [G*hd, D]
+        tensors["self_attn.v_proj.weight"] = qkv[:, queries + 1].reshape(-1, width)  # [G*hd, D]
     if "q_norm" in layer:
         tensors["self_attn.q_norm.weight"] = layer["q_norm"]
         tensors["self_attn.k_norm.weight"] = layer["k_norm"]

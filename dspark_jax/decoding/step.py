@@ -6,7 +6,6 @@ is plain decoding by the same code.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -189,6 +188,38 @@ def step(
     return verify_and_commit(target_params, draft_params, state, proposal, lengths, engine=engine, bucket=bucket)
 
 
+def verify_in_bucket(
+    target_params: Params,
+    draft_params: Params,
+    state: DecodeState,
+    proposal: Proposal,
+    lengths: Array,
+    engine: Engine,
+    buckets: tuple[int, ...],
+) -> DecodeState:
+    """`verify_and_commit` in the smallest bucket that holds the admitted rows.
+
+    A loop for each bucket, of which one runs, once: `lax.switch` would copy all caches, into and out of its branches.
+    """
+    rows = jnp.sum(jnp.where(state.active, lengths + 1, 0))
+    index = jnp.sum(jnp.asarray(buckets) < rows)
+    state, proposal = state._replace(draft_cache=proposal.cache), proposal._replace(cache=())  # one owner of the cache
+    carry = (index, state)
+    for number, size in enumerate(buckets):
+
+        def chosen(carry: tuple[Array, DecodeState], number: int = number) -> Array:
+            return carry[0] == number
+
+        def once(carry: tuple[Array, DecodeState], size: int = size) -> tuple[Array, DecodeState]:
+            now = carry[1]
+            block = proposal._replace(cache=now.draft_cache)
+            new, _ = verify_and_commit(target_params, draft_params, now, block, lengths, engine=engine, bucket=size)
+            return jnp.full_like(index, -1), new
+
+        carry = jax.lax.while_loop(chosen, once, carry)
+    return carry[1]
+
+
 def run_rounds(
     target_params: Params,
     draft_params: Params,
@@ -224,10 +255,6 @@ def run_rounds(
             return taken + 1, step(target_params, draft_params, now, engine=engine, bucket=buckets[-1])[0]
         proposal = draft(draft_params, now, engine)
         lengths = cap_to_bucket(admitted_lengths(proposal, now, engine), now.active, buckets[-1])
-        rows = jnp.sum(jnp.where(now.active, lengths + 1, 0))
-        second_half = partial(verify_and_commit, target_params, draft_params, engine=engine)
-        branches = [lambda *args, size=size: second_half(*args, bucket=size)[0] for size in buckets]
-        index = jnp.sum(jnp.asarray(buckets) < rows)
-        return taken + 1, jax.lax.switch(index, branches, now, proposal, lengths)
+        return taken + 1, verify_in_bucket(target_params, draft_params, now, proposal, lengths, engine, buckets)
 
     return jax.lax.while_loop(go_on, body, (jnp.int32(0), state))[1]

@@ -17,12 +17,14 @@ class DrafterConfig:
     """Sizes and switches of a block drafter.
 
     Attributes:
-        block_size: gamma, the number of draft tokens of one round (and the number of block slots: the anchor is the
-            first prediction slot).
+        block_size: gamma, the number of draft tokens of one round.
+        anchor_predicts: whether the anchor is the first prediction slot (DSpark, DeepSpec), so that gamma slots give
+            gamma drafts; otherwise slot 0 predicts nothing (z-lab's DFlash) and gamma + 1 slots do. A property of the
+            weights: neither kind runs as the other.
         num_layers: backbone layers.
         target_layer_ids: target decoder layers whose raw outputs are the context features; strictly increasing, -1 is
             the embedding output, the last layer is not allowed.
-        mask_token_id: token whose embedding fills slots 1..gamma-1.
+        mask_token_id: token whose embedding fills every slot but the anchor's.
         vocab_size: V of the target. draft_vocab_size: rows of the draft head; equal to V when nothing is trimmed.
         markov_rank: r of the sequential head; 0 for none. markov_kind: none, vanilla, gated or rnn.
         confidence: whether there is a confidence head. confidence_with_markov: whether it reads W1[x_{k-1}] too.
@@ -58,6 +60,7 @@ class DrafterConfig:
     shared_kv: bool = False
     attention_scale: float | None = None
     final_softcap: float = 0.0
+    anchor_predicts: bool = True
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -85,10 +88,20 @@ class DrafterConfig:
                 f"markov_rank {self.markov_rank} with markov_head_type {self.markov_kind!r}: "
                 "rank 0 and none go together"
             )
+        if self.markov_kind == "rnn" and not self.anchor_predicts:
+            raise ValueError(
+                "markov_head_type 'rnn' with anchor_predicts false: whether the recurrence passes the anchor's slot is "
+                "not known, must be vanilla, gated or none"
+            )
         if self.confidence and self.confidence_with_markov and self.markov_rank == 0:
             raise ValueError(
                 "confidence_head_with_markov true with markov_rank 0: there are no Markov features to read"
             )
+
+    @property
+    def block_slots(self) -> int:
+        """Slots of a block, the anchor's included."""
+        return self.block_size + (not self.anchor_predicts)
 
     @property
     def traits(self) -> Family:

@@ -77,10 +77,17 @@ def spread(params: Params, probs: Array, vocab_size: int) -> Array:
     return jnp.zeros((vocab_size, probs.shape[1]), probs.dtype).at[params["ids"]].set(probs, unique_indices=True)
 
 
-def block_ids(anchor: Array, block_size: int, mask_token_id: int) -> Array:
-    """`[anchor, mask, ...]` for each request: int32 `[R, K]`."""
-    masks = jnp.full((anchor.shape[0], block_size - 1), mask_token_id, jnp.int32)
+def block_ids(anchor: Array, slots: int, mask_token_id: int) -> Array:
+    """`[anchor, mask, ...]` for each request: int32 `[R, slots]`."""
+    masks = jnp.full((anchor.shape[0], slots - 1), mask_token_id, jnp.int32)
     return jnp.concatenate([anchor[:, None], masks], axis=1)
+
+
+def prediction_slots(hidden: Array, config: DrafterConfig) -> Array:
+    """The states `[D, B * K]` of the slots that predict, out of those of all slots `[D, B * block_slots]`."""
+    if config.anchor_predicts:
+        return hidden
+    return hidden.reshape(hidden.shape[0], -1, config.block_slots)[:, :, 1:].reshape(hidden.shape[0], -1)
 
 
 def propose(
@@ -99,9 +106,10 @@ def propose(
         draw: `(logits [Vd, R], slot) -> (draft ids [R], their probabilities [R], distribution [Vd or 0, R])`.
     """
     requests, slots = anchor.shape[0], config.block_size
-    ids = block_ids(anchor, slots, config.mask_token_id)
-    x = embed_rows(params["embed"], ids.reshape(-1), config.traits.scales_embeddings)  # [D, R * K]
-    hidden, cache = block_states(params, config, cache, x, start, dense_packing(requests, slots))
+    ids = block_ids(anchor, config.block_slots, config.mask_token_id)
+    x = embed_rows(params["embed"], ids.reshape(-1), config.traits.scales_embeddings)  # [D, R * block_slots]
+    hidden, cache = block_states(params, config, cache, x, start, dense_packing(requests, config.block_slots))
+    hidden = prediction_slots(hidden, config)  # [D, R * K]
     base = softcap(linear(params["head"], hidden), config.final_softcap).reshape(-1, requests, slots)  # U, [Vd, R, K]
     by_slot = (jnp.moveaxis(base, 2, 0), jnp.moveaxis(hidden.reshape(-1, requests, slots), 2, 0), jnp.arange(slots))
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dspark_jax.drafters.recurrent import Model, RecurrentConfig, dense, init_layer
+from dspark_jax.drafters.recurrent import Model, RecurrentConfig, dense, init_layer, unit_norm
 from dspark_jax.models.layers import linear, rms_norm
 from dspark_jax.models.transformer import Hidden
 
@@ -44,14 +44,14 @@ def _enter(params: Params, config: MTPConfig, hidden: Hidden) -> Array:
 
 
 def _mix(params: Params, config: MTPConfig, embedded: Array, state: Array) -> tuple[Array, Array]:
-    eps = config.rms_norm_eps
-    parts = rms_norm(state, params["hidden_norm"], eps), rms_norm(embedded, params["embed_norm"], eps)
+    options = config.rms_norm_eps, config.traits.norm_offset
+    parts = rms_norm(state, params["hidden_norm"], *options), rms_norm(embedded, params["embed_norm"], *options)
     joined = linear(params["proj"], jnp.concatenate(parts))  # h', [D, B]
-    return joined, rms_norm(joined, params["layers"][0]["input_norm"], eps)
+    return joined, rms_norm(joined, params["layers"][0]["input_norm"], *options)
 
 
 def _leave(params: Params, config: MTPConfig, x: Array) -> Array:
-    return rms_norm(x, params["norm"], config.rms_norm_eps)
+    return rms_norm(x, params["norm"], config.rms_norm_eps, config.traits.norm_offset)
 
 
 def _read(params: Params, config: MTPConfig, state: Array) -> Array:
@@ -65,6 +65,6 @@ def init_params(config: MTPConfig, key: Array, dtype: DTypeLike = jnp.float32) -
     """Random trainable parameters: everything but the embedding, the head and the vocabulary map, which are frozen."""
     keys = iter(jax.random.split(key, 8))
     d = config.hidden_size
-    norms = {name: jnp.ones((d,), dtype) for name in ("hidden_norm", "embed_norm", "norm")}
+    norms = {name: unit_norm(config, d, dtype) for name in ("hidden_norm", "embed_norm", "norm")}
     layer = init_layer(config, keys, d, dtype)
     return norms | {"layers": (layer,), "proj": dense(next(keys), (d, 2 * d), dtype)}

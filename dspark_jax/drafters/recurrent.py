@@ -20,14 +20,14 @@ from dspark_jax.drafters.dspark import Proposal, to_target_ids
 from dspark_jax.models.attention import Packing, cached_attention, dense_packing
 from dspark_jax.models.cache import LayerCache, init_cache
 from dspark_jax.models.cache import insert as insert_cache
-from dspark_jax.models.config import RopeConfig, TransformerConfig
-from dspark_jax.models.layers import gated_mlp, head_norm, linear, rms_norm, rope_tables, rotate, take_rows
-from dspark_jax.models.transformer import Hidden
+from dspark_jax.models.config import AttentionConfig, RopeConfig, TransformerConfig
+from dspark_jax.models.families import FAMILIES, Family
+from dspark_jax.models.layers import embed_rows, linear, rope_tables, softcap
+from dspark_jax.models.transformer import Hidden, add_attention, add_mlp, project_qkv
 
 Array = jax.Array
 Params = dict[str, Any]
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]  # q, k, v -> mixed values, and what else is kept
-_FAMILIES = ("llama", "qwen3")
 Draw = Callable[[Array, Array], tuple[Array, Array, Array]]
 
 
@@ -42,7 +42,8 @@ class RecurrentConfig:
         shares_embeddings: the checkpoint brings no embedding and head of its own, the target's are used.
         num_target_layers: L of the target it was made for.
         max_positions: positions that the drafter was built for, in tokens.
-        hidden_size .. rope: as in `TransformerConfig`.
+        hidden_size .. rope, shared_kv .. final_softcap: as in `TransformerConfig`; the layer has the form of the
+            target's full layers.
     """
 
     block_size: int
@@ -61,10 +62,13 @@ class RecurrentConfig:
     qk_norm: bool
     max_positions: int
     family: str
+    shared_kv: bool = False
+    attention_scale: float | None = None
+    final_softcap: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.family not in _FAMILIES:
-            raise ValueError(f"family {self.family!r}: these drafters have layers of one of {_FAMILIES}")
+        if self.family not in FAMILIES:
+            raise ValueError(f"family {self.family!r}: these drafters have layers of one of {sorted(FAMILIES)}")
         sizes = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_positions")
         for name in ("block_size", *sizes):
             if getattr(self, name) < 1:
@@ -75,6 +79,26 @@ class RecurrentConfig:
             raise ValueError(f"num_heads {self.num_heads}: must be a multiple of num_kv_heads {self.num_kv_heads}")
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(f"draft_vocab_size {self.draft_vocab_size}: must lie in 1..vocab_size ({self.vocab_size})")
+
+    @property
+    def num_layers(self) -> int:
+        """There is one layer."""
+        return 1
+
+    @property
+    def traits(self) -> Family:
+        """The family's switches."""
+        return FAMILIES[self.family]
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The layer's attention."""
+        return AttentionConfig(self.num_kv_heads, self.head_dim, self.rope, self.shared_kv)
+
+    @property
+    def score_scale(self) -> float:
+        """What multiplies the attention scores."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def confidence(self) -> bool:
@@ -146,18 +170,12 @@ def advance(
     Returns:
         The next state, float32 `[D, B]`, and what `attend` kept.
     """
-    layer = params["layers"][0]
-    embedded = take_rows(params["embed"], ids)  # [D, B]
+    layer, traits, eps = params["layers"][0], config.traits, config.rms_norm_eps
+    embedded = embed_rows(params["embed"], ids, traits.scales_embeddings)  # [D, B]
     residual, x = model.mix(params, config, embedded, state)
     tables = rope_tables(config.rope, config.head_dim, positions)
-    qkv = linear(layer["qkv"], x)  # [G, Q+2, hd, B]
-    q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
-    if config.qk_norm:
-        q = head_norm(q, layer["q_norm"], config.rms_norm_eps)
-        k = head_norm(k, layer["k_norm"], config.rms_norm_eps)
-    mixed, kept = attend(rotate(q, tables), rotate(k, tables), v)
-    x = residual + linear(layer["o"], mixed, num_inputs=3)
-    x = x + gated_mlp(layer["gate_up"], layer["down"], rms_norm(x, layer["post_norm"], config.rms_norm_eps))
+    mixed, kept = attend(*project_qkv(layer, config, config.attention, x, tables))  # [G, Q, hd, B]
+    x = add_mlp(layer, traits, eps, add_attention(layer, traits, eps, residual, mixed))
     return model.leave(params, config, x), kept
 
 
@@ -196,7 +214,8 @@ def propose(
     packing = dense_packing(requests, 1)
 
     def pick(state: Array, slot: Array) -> tuple[Array, Array, Array]:
-        drawn, prob, distribution = draw(linear(params["head"], model.read(params, config, state)), slot)
+        logits = softcap(linear(params["head"], model.read(params, config, state)), config.final_softcap)  # [Vd, R]
+        drawn, prob, distribution = draw(logits, slot)
         return to_target_ids(params, drawn), prob, distribution
 
     def step(carry: tuple, slot: Array) -> tuple[tuple, tuple[Array, Array, Array]]:
@@ -219,26 +238,32 @@ def _cached(config: RecurrentConfig, cache: tuple[LayerCache, ...], start: Array
     """Causal attention to the layer's cache, which takes in the rows first."""
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[LayerCache, ...]]:
-        mixed, layer_cache = cached_attention(q, k, v, cache[0], start, packing, config.head_dim**-0.5)
+        mixed, layer_cache = cached_attention(q, k, v, cache[0], start, packing, config.score_scale)
         return mixed, (layer_cache,)
 
     return attend
 
 
 def init_layer(config: RecurrentConfig, keys: Any, width: int, dtype: DTypeLike) -> Params:
-    """Random parameters of the layer, whose attention reads `width` inputs: normal with deviation 0.02, norms 1."""
+    """Random parameters of the layer, whose attention reads `width` inputs: normal with deviation 0.02, unit norms."""
     d, f, groups, hd = config.hidden_size, config.intermediate_size, config.num_kv_heads, config.head_dim
     per_group = config.num_heads // groups
-    norms = {"input_norm": jnp.ones((d,), dtype), "post_norm": jnp.ones((d,), dtype)}
+    outer = ("attn_out_norm", "mlp_out_norm") if config.traits.sandwich_norms else ()
+    norms = {name: unit_norm(config, d, dtype) for name in ("input_norm", "post_norm", *outer)}
     if config.qk_norm:
-        norms |= {name: jnp.ones((hd,), dtype) for name in ("q_norm", "k_norm")}
+        norms |= {name: unit_norm(config, hd, dtype) for name in ("q_norm", "k_norm")}
     shapes = {
-        "qkv": (groups, per_group + 2, hd, width),
+        "qkv": (groups, per_group + (1 if config.shared_kv else 2), hd, width),
         "o": (d, groups, per_group, hd),
         "gate_up": (2, f, d),
         "down": (d, f),
     }
     return norms | {name: dense(next(keys), shape, dtype) for name, shape in shapes.items()}
+
+
+def unit_norm(config: RecurrentConfig, size: int, dtype: DTypeLike) -> Array:
+    """A norm weight `[size]` that leaves the scale alone."""
+    return jnp.full((size,), 1.0 - config.traits.norm_offset, dtype)
 
 
 def dense(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:

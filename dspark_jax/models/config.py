@@ -190,6 +190,8 @@ def _from_hf(outer: Mapping[str, Any]) -> TransformerConfig:
         raise ValueError(f"num_attention_heads {heads}: must be positive")
     vocab = _need(config, "vocab_size")
     max_positions = config.get("max_position_embeddings", 2048)
+    if family == "gemma4" and "per_layer_config" in config:
+        config |= _global_sizes(config, _layer_pattern(config, family))
     full, sliding = _attention_kinds(config, family, heads, max_positions)
     return TransformerConfig(
         family=family,
@@ -253,6 +255,22 @@ def _layer_pattern(config: Mapping[str, Any], family: str) -> tuple[bool, ...]:
     if family == "gemma4" and kinds[-1] != "full_attention":
         raise ValueError(f"layer_types: the last layer is {kinds[-1]}, must be full_attention for {family}")
     return tuple(kind == "sliding_attention" for kind in kinds)
+
+
+def _global_sizes(config: Mapping[str, Any], pattern: tuple[bool, ...]) -> dict[str, Any]:
+    """Sizes of the full layers from `per_layer_config`, where transformers 5.24 writes what had two fields before."""
+    given = {int(layer): dict(sizes) for layer, sizes in config["per_layer_config"].items()}
+    full = [i for i, slides in enumerate(pattern) if not slides]
+    same = given.get(full[0], {})
+    groups = same.get("num_key_value_heads", config["num_key_value_heads"])
+    known = set(same) <= {"head_dim", "num_key_value_heads"}
+    own_values = not config.get("attention_k_eq_v") and groups != config["num_key_value_heads"]
+    if not known or own_values or given != ({i: same for i in full} if same else {}):
+        raise ValueError(
+            f"per_layer_config {config['per_layer_config']!r}: only one head_dim and one num_key_value_heads (the "
+            f"latter with attention_k_eq_v) for all full_attention layers {full} is supported"
+        )
+    return {"global_head_dim": same.get("head_dim", config["head_dim"]), "num_global_key_value_heads": groups}
 
 
 def _attention_kinds(

@@ -103,7 +103,6 @@ FAMILIES: dict[str, Family] = {
             ("num_kv_shared_layers", _OFF),
             ("use_double_wide_mlp", _OFF),
             ("attn_logit_softcapping", (None,)),
-            ("per_layer_config", (None, {})),
         ),
     ),
 }

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -67,10 +67,23 @@ def logits(params: Params, final: Array, cap: float = 0.0) -> Array:
     return softcap(linear(head_weight(params), final), cap)
 
 
+class LayerSizes(Protocol):
+    """What a layer asks of a config, a target's or a drafter's; see `TransformerConfig`."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def qk_norm(self) -> bool: ...
+    @property
+    def traits(self) -> Family: ...
+
+
 def project_qkv(
-    layer: Params, config: TransformerConfig, kind: AttentionConfig, x: Array, tables: tuple[Array, Array]
+    layer: Params, config: LayerSizes, kind: AttentionConfig, x: Array, tables: tuple[Array, Array]
 ) -> tuple[Array, Array, Array]:
-    """Queries `[G, Q, hd, B]`, keys and values `[G, hd, B]` of normed `x [D, B]`, norms and RoPE applied; float32."""
+    """Queries `[G, Q, hd, B]`, keys and values `[G, hd, B]` of normed `x`, norms and RoPE applied; float32."""
     qkv = linear(layer["qkv"], x)  # [G, Q+2, hd, B], Q+1 where keys and values are shared
     queries = config.num_heads // kind.num_kv_heads
     q, k, v = qkv[:, :queries], qkv[:, queries], qkv[:, -1]

@@ -73,7 +73,7 @@ def load_models(settings: ServeSettings) -> Models:
     if settings.drafter == "ngram":
         lookup = NgramConfig(settings.ngram_tokens, settings.ngram_longest, settings.ngram_shortest)
         return Models(target, Drafter(lookup, {}, Path("ngram")), dtype)
-    drafter = load_drafter(settings.draft or embedded_drafter_path(), dtype=dtype)
+    drafter = load_drafter(settings.draft or embedded_drafter_path(), dtype=dtype, target=target.config)
     try:
         drafter.config.check_target(target.config)
     except ValueError as error:

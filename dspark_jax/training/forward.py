@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from dspark_jax.drafters.backbone import context_features, project_kv, run_block
 from dspark_jax.drafters.config import DrafterConfig
+from dspark_jax.drafters.dspark import prediction_slots
 from dspark_jax.drafters.heads import teacher_forced_vectors
 from dspark_jax.models.layers import embed_rows, linear_rows, rope_tables, row_major
 from dspark_jax.models.platform import for_cpu
@@ -53,13 +54,13 @@ def block_forward(
         targets: previous tokens and labels of each slot.
     """
     sequences, length = features.shape[:2]
-    blocks, slots = anchors.shape[1], config.block_size
+    blocks, slots = anchors.shape[1], config.block_slots
     context = context_features(params, config, features.reshape(sequences * length, -1), linear_rows)  # [D, N * T]
     context_tables = rope_tables(config.rope, config.head_dim, jnp.tile(jnp.arange(length), sequences))
     first = jnp.where(keep, targets.prev_ids[..., 0], config.mask_token_id)
     masks = jnp.full((sequences, blocks, slots - 1), config.mask_token_id, first.dtype)
     ids = jnp.concatenate([first[..., None], masks], axis=2).reshape(-1)
-    x = embed_rows(embed, ids, config.traits.scales_embeddings)  # [D, N * A * K]
+    x = embed_rows(embed, ids, config.traits.scales_embeddings)  # [D, N * A * slots]
     visible = (jnp.arange(length) < anchors[..., None]) & keep[..., None]  # [N, A, T]
 
     dtype = params["fc"].dtype
@@ -73,9 +74,10 @@ def block_forward(
 
     positions = (anchors[..., None] + jnp.arange(slots)).reshape(-1)
     hidden, _ = run_block(params, config, x, positions, [attend_with(layer) for layer in params["layers"]])
+    hidden = prediction_slots(hidden, config)  # [D, N * A * K]
     if config.markov_kind == "none":
         return BlockStates(hidden, jnp.zeros((0, hidden.shape[1])))
-    previous = targets.prev_ids.reshape(-1, slots)  # [N * A, K]
+    previous = targets.prev_ids.reshape(-1, config.block_size)  # [N * A, K]
     vectors = teacher_forced_vectors(params, config, previous, hidden.reshape(-1, *previous.shape))
     return BlockStates(hidden, vectors.reshape(vectors.shape[0], -1))
 

@@ -22,7 +22,7 @@ from dspark_jax.drafters import eagle3, mtp
 from dspark_jax.drafters.eagle3 import Eagle3Config
 from dspark_jax.drafters.mtp import MTPConfig
 from dspark_jax.drafters.recurrent import Model, advance
-from dspark_jax.models.layers import linear, linear_rows
+from dspark_jax.models.layers import linear, linear_rows, softcap
 from dspark_jax.models.transformer import Hidden
 from dspark_jax.training.forward import BlockStates
 from dspark_jax.training.losses import Batch, LossConfig, Metrics, all_slot_terms, draft_ids, target_normalizer
@@ -83,7 +83,7 @@ def unroll(model: Model, params: Params, config: Any, embed: Array, batch: Batch
     @partial(jax.checkpoint, static_argnums=(3,))
     def step(params: Params, state: Array, keys: tuple, number: int) -> tuple[Array, tuple[Array, Array]]:
         ids = shift(batch.input_ids, number + 1).reshape(-1)
-        attend = _attention(keys, sequences, config.head_dim**-0.5, params["norm"].dtype)
+        attend = _attention(keys, sequences, config.score_scale, params["norm"].dtype)
         return advance(model, params | {"embed": embed}, config, ids, state, position + number, attend)
 
     for number in range(steps):
@@ -153,7 +153,7 @@ def eagle3_loss(
     scale = jnp.exp(-jnp.arange(steps) / loss.decay) if loss.decay > 0 else jnp.ones(steps)
     weights = loss.ce * scale[:, None, None] * masks / (sequences * length)
     finals = [jnp.pad(batch.final[:, s + 1 :], ((0, 0), (0, min(s + 1, length)), (0, 0))) for s in range(steps)]
-    total, terms = _soft_terms(inputs, finals, frozen, weights)
+    total, terms = _soft_terms(inputs, finals, frozen, weights, config.final_softcap)
     by_step = StepTerms(*(x.reshape(steps, sequences, length) for x in terms))
     metrics = step_metrics(by_step, masks) | {
         f"ploss_{s}": (jnp.sum(by_step.ce[s] * masks[s]), jnp.float32(sequences * length)) for s in range(steps)
@@ -185,12 +185,14 @@ def _cast(trainable: Params, frozen: Params, dtype: Any) -> tuple[Params, Params
     return params, {k: (v if k == "d2t" else v.astype(dtype)) for k, v in frozen.items()}
 
 
-def _soft_terms(inputs: list[Array], finals: list[Array], frozen: Params, weights: Array) -> tuple[Array, StepTerms]:
+def _soft_terms(
+    inputs: list[Array], finals: list[Array], frozen: Params, weights: Array, cap: float
+) -> tuple[Array, StepTerms]:
     """Weighted sum of the soft cross entropies of all steps, in chunks, and the terms `[S * N * T]` of each row.
 
     Args:
         inputs: what the head reads, `[D, N * T]` a step. finals: aligned target states `[N, T, D]` a step.
-        weights: float32 `[S, N, T]`.
+        weights: float32 `[S, N, T]`. cap: soft cap on logits, 0 for none.
     """
     ids = draft_ids(frozen)
     head = frozen["head"] if ids is None else jnp.take(frozen["head"], ids, axis=0)
@@ -203,15 +205,17 @@ def _soft_terms(inputs: list[Array], finals: list[Array], frozen: Params, weight
     final = jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in finals])
     final = jnp.pad(final, ((0, padding), (0, 0))).reshape(chunks, _CHUNK, -1)
     scaled = jnp.pad(weights.reshape(-1), (0, padding)).reshape(chunks, _CHUNK)
-    total, terms = _chunked(hidden, head, whole, final, scaled)
+    total, terms = _chunked(hidden, head, whole, final, scaled, cap)
     return total, StepTerms(*(jax.lax.stop_gradient(x.reshape(-1)[:rows]) for x in terms))
 
 
-def _soft_chunk(hidden: Array, head: Array, whole: tuple[Array, Array] | None, final: Array, weights: Array) -> Any:
+def _soft_chunk(
+    hidden: Array, head: Array, whole: tuple[Array, Array] | None, final: Array, weights: Array, cap: float
+) -> Any:
     """Weighted sum of one chunk, and its terms. `whole`: the full head `[V, D]`, of which `head` has the rows `ids`."""
-    log_draft = jax.nn.log_softmax(linear(head, hidden), axis=0)  # [Vd, chunk]
-    logits = linear_rows(head, final)
-    full = linear_rows(whole[0], final) if whole is not None else logits
+    log_draft = jax.nn.log_softmax(softcap(linear(head, hidden), cap), axis=0)  # [Vd, chunk]
+    logits = softcap(linear_rows(head, final), cap)
+    full = softcap(linear_rows(whole[0], final), cap) if whole is not None else logits
     target = jnp.exp(logits - jax.nn.logsumexp(full, axis=0))
     ce = -jnp.sum(target * log_draft, axis=0)
     accept = jnp.sum(jnp.minimum(target, jnp.exp(log_draft)), axis=0)
@@ -220,29 +224,29 @@ def _soft_chunk(hidden: Array, head: Array, whole: tuple[Array, Array] | None, f
     return jnp.sum(weights * ce), StepTerms(ce, accept, hit.astype(jnp.float32))
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _chunked(
-    hidden: Array, head: Array, whole: tuple[Array, Array] | None, final: Array, weights: Array
+    hidden: Array, head: Array, whole: tuple[Array, Array] | None, final: Array, weights: Array, cap: float
 ) -> tuple[Array, StepTerms]:
     """`_soft_chunk` over chunks `[C, ..]`; the gradient reaches `hidden` alone."""
-    sums, terms = jax.lax.map(lambda x: _soft_chunk(x[0], head, whole, *x[1:]), (hidden, final, weights))
+    sums, terms = jax.lax.map(lambda x: _soft_chunk(x[0], head, whole, x[1], x[2], cap), (hidden, final, weights))
     return jnp.sum(sums), terms
 
 
 def _chunked_forward(
-    hidden: Array, head: Array, whole: tuple[Array, Array] | None, final: Array, weights: Array
+    hidden: Array, head: Array, whole: tuple[Array, Array] | None, final: Array, weights: Array, cap: float
 ) -> tuple:
     """The value, and as residual the gradient: made along with it, so nothing of the vocabulary's size is kept."""
 
     def one(x: tuple) -> tuple:
-        (value, terms), grad = jax.value_and_grad(_soft_chunk, has_aux=True)(x[0], head, whole, *x[1:])
+        (value, terms), grad = jax.value_and_grad(_soft_chunk, has_aux=True)(x[0], head, whole, x[1], x[2], cap)
         return value, terms, grad
 
     sums, terms, grad = jax.lax.map(one, (hidden, final, weights))
     return (jnp.sum(sums), terms), grad
 
 
-def _chunked_backward(grad: Array, cotangent: tuple[Array, StepTerms]) -> tuple:
+def _chunked_backward(cap: float, grad: Array, cotangent: tuple[Array, StepTerms]) -> tuple:
     return (grad * cotangent[0]).astype(grad.dtype), None, None, None, None
 
 
@@ -264,7 +268,7 @@ def mtp_loss(
     final = jnp.pad(batch.final[:, 1:], ((0, 0), (0, 1), (0, 0))).reshape(sequences * length, -1)
     ids, normalizer, head = draft_ids(frozen), None, frozen["head"]
     if ids is not None:
-        normalizer = jax.lax.stop_gradient(target_normalizer(head, final.T))
+        normalizer = jax.lax.stop_gradient(target_normalizer(head, final.T, config.final_softcap))
         lookup = jnp.full(head.shape[0], -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
         labels, head = jnp.take(lookup, labels), jnp.take(head, ids, axis=0)
     in_vocab = weights * (labels >= 0)
@@ -273,7 +277,7 @@ def mtp_loss(
         loss.tv * weights / (jnp.sum(weights) + _EPS) if loss.tv > 0 else None,
     )
     states = BlockStates(mtp.MODEL.read(params, config, state), jnp.zeros((0, sequences * length)))
-    total, terms = all_slot_terms(params, head, states, final, normalizer, labels, scaled)
+    total, terms = all_slot_terms(params, head, states, final, normalizer, labels, scaled, config.final_softcap)
     accept = jnp.clip(1 - 0.5 * terms.l1, 0.0, 1.0)
     metrics: Metrics = {"accept_rate@0": (jnp.sum(accept * weights), jnp.sum(weights))}
     metrics["tau_probabilistic"] = (jnp.sum((1 + accept) * weights), jnp.sum(weights))

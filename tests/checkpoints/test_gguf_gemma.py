@@ -159,6 +159,20 @@ def test_vocabularies_that_are_refused(keys, message, tmp_path):
         small(tmp_path / "m.gguf", **keys)
 
 
+# What Gemma3's own tokenizer (its tokenizer.json) makes of these texts.
+REAL_IDS = {
+    "Hello, world!": [9259, 236764, 1902, 236888],
+    " leading and trailing ": [5830, 532, 45330, 236743],
+    "two  blanks, three   blanks": [13498, 138, 1782, 3687, 236764, 1806, 139, 1782, 3687],
+    "line\nline\n\nline\n\n\nline": [1257, 107, 1257, 108, 1257, 109, 1257],
+    "\ttab\t\ttabs\t\t\t": [255968, 4823, 255969, 39218, 255970],
+    "caf\u00e9 \u65e5\u672c\u8a9e": [123125, 236859, 33375, 238582],
+    "\U0001f600\U0001f680 emoji": [242398, 242015, 64334],
+    "<start_of_turn>user\nHi there<end_of_turn>\n": [105, 2364, 107, 10979, 993, 106, 107],
+    "<b>bold</b> <table>": [200, 15640, 209, 236743, 168],
+}
+
+
 @pytest.fixture(scope="module")
 def real(tmp_path_factory) -> Path:
     """The 270M model's file."""
@@ -169,8 +183,9 @@ def real(tmp_path_factory) -> Path:
 def test_real_vocabulary(real):
     tokenizer = load_tokenizer(real)
     assert (set(tokenizer.eos_ids), tokenizer.prefix_ids, tokenizer.vocab_size) == ({1, 106}, (2,), 262144)
-    for text in ("Hello, world!", "two  blanks\n\n\tand tabs", "caf\u00e9 \u65e5\u672c\u8a9e \U0001f680"):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
+    for text, ids in REAL_IDS.items():
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids, skip_special=False) == text
 
 
 @needs_gemma
@@ -179,9 +194,9 @@ def test_greedy_text_is_sensible(real):
     assert (target.config.num_layers, target.config.full.num_kv_heads, target.config.sliding.window) == (18, 1, 512)
     tokenizer = target.tokenizer
     run = jax.jit(forward, static_argnames=("config",))
-    ids = [*tokenizer.prefix_ids, *tokenizer.encode("The capital of France is")]
-    for _ in range(4):
+    ids = [*tokenizer.prefix_ids, *tokenizer.encode("The capital of France is Paris, and the capital of Italy is")]
+    for _ in range(2):
         padded = jnp.asarray([ids + [0] * (16 - len(ids))], jnp.int32)
         final = run(target.params, target.config, padded).final[:, len(ids) - 1 : len(ids)]
         ids.append(int(jnp.argmax(logits(target.params, final, target.config.final_softcap))))
-    assert "Paris" in tokenizer.decode(ids)
+    assert tokenizer.decode(ids).endswith(" Rome.")

@@ -63,6 +63,8 @@ def test_gemma4_full_and_sliding_layers():
     assert [i for i in range(48) if config.attention(i) == config.full] == [5, 11, 17, 23, 29, 35, 41, 47]
     assert (config.score_scale(0), config.score_scale(5), config.final_softcap) == (1.0, 1.0, 30.0)
     assert (config.vocab_size, config.tie_embeddings, config.max_positions) == (262144, True, 131072)
+    by_layer = {str(i): {"head_dim": 512, "num_key_value_heads": 1} for i in (5, 11, 17, 23, 29, 35, 41, 47)}
+    assert read(GEMMA4, num_global_key_value_heads=..., per_layer_config=by_layer) == config
     own_values = read(GEMMA4, attention_k_eq_v=False).full
     assert (own_values.num_kv_heads, own_values.head_dim, own_values.shared_kv) == (8, 512, False)
 
@@ -94,7 +96,8 @@ def test_gemma3_with_most_fields_left_out_inside_a_larger_model():
         (GEMMA4, {"num_kv_shared_layers": 20}, "num_kv_shared_layers 20: not supported for gemma4"),
         (GEMMA4, {"use_double_wide_mlp": True}, "use_double_wide_mlp True: not supported for gemma4"),
         (GEMMA4, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all'"),
-        (GEMMA4, {"per_layer_config": {"0": {"head_dim": 64}}}, "per_layer_config"),
+        (GEMMA4, {"per_layer_config": {"0": {"head_dim": 64}}}, "per_layer_config .*full_attention layers .5, 11, "),
+        (GEMMA4, {"per_layer_config": {"5": {"head_dim": 64}}}, "per_layer_config .*full_attention layers .5, 11, "),
         (GEMMA4, {"hidden_activation": "silu"}, "hidden_activation 'silu'.*gelu_pytorch_tanh"),
         (GEMMA4, {"layer_types": ["sliding_attention"] * 48}, "the last layer is sliding_attention"),
         (GEMMA4, {"layer_types": ["chunked_attention"] * 48}, "layer_types.*chunked_attention"),

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,28 +16,43 @@ import pytest
 from safetensors.numpy import load_file
 
 from dspark_jax.checkpoints import recurrent as checkpoint
-from dspark_jax.checkpoints.load import load_drafter
+from dspark_jax.checkpoints.load import Drafter, load_drafter
 from dspark_jax.drafters import eagle3, mtp
 from dspark_jax.drafters.mtp import MTPConfig
-from dspark_jax.models.layers import linear
+from dspark_jax.models.layers import linear, softcap
 from dspark_jax.training.losses import Batch, LossConfig
 from dspark_jax.training.recurrent import check_loss, eagle3_loss, mtp_loss, sequence_lengths, unroll
 
-FOLDER = Path(__file__).resolve().parents[1] / "golden" / "drafters" / "eagle3_qwen3"
+FOLDER = Path(__file__).resolve().parents[1] / "golden" / "drafters"
+NAMES = ("eagle3_qwen3", "eagle3_gemma4")
 DECAY = -1 / math.log(0.8)  # 0.8^s
 LOSS = LossConfig(ce=1.0, tv=0.0, confidence=0.0, decay=DECAY)
-DATA = dict(np.load(FOLDER / "train.npz"))
-DRAFTER = load_drafter(FOLDER)
-FROZEN = {name: DRAFTER.params[name] for name in ("embed", "head")}
-TRAINABLE = {name: part for name, part in DRAFTER.params.items() if name not in FROZEN}
-BATCH = Batch(
-    *(
-        jnp.asarray(DATA[name])
-        for name in ("input_ids", "loss_mask", "target_hidden_states", "target_last_hidden_states")
-    )
-)
+
+
+class Golden(NamedTuple):
+    """One golden training step: the npz's arrays, the drafter, its frozen and trainable parts, and the batch."""
+
+    data: dict[str, np.ndarray]
+    drafter: Drafter
+    frozen: dict[str, Any]
+    trainable: dict[str, Any]
+    batch: Batch
+    lengths: jax.Array
+
+
+def load(name: str) -> Golden:
+    """The golden step of an Eagle3 drafter."""
+    data, drafter = dict(np.load(FOLDER / name / "train.npz")), load_drafter(FOLDER / name)
+    frozen = {part: drafter.params[part] for part in ("embed", "head")}
+    trainable = {part: value for part, value in drafter.params.items() if part not in frozen}
+    fields = ("input_ids", "loss_mask", "target_hidden_states", "target_last_hidden_states")
+    batch = Batch(*(jnp.asarray(data[field]) for field in fields))
+    return Golden(data, drafter, frozen, trainable, batch, jnp.asarray(data["attention_mask"].sum(axis=1)))
+
+
+GOLDEN = {name: load(name) for name in NAMES}
+DATA, DRAFTER, FROZEN, TRAINABLE, BATCH, LENGTHS = GOLDEN["eagle3_qwen3"]
 SHORT = replace(DRAFTER.config, block_size=2)
-LENGTHS = jnp.asarray(DATA["attention_mask"].sum(axis=1))
 
 
 @partial(jax.jit, static_argnames=("config", "loss", "dtype"))
@@ -56,35 +71,41 @@ def run_loss(trainable: Any, frozen: Any, config=SHORT, loss=LOSS):
     return eagle3_loss(trainable, frozen, config, loss, BATCH, jnp.float32, LENGTHS)
 
 
-def test_golden_states_and_logits() -> None:
+@pytest.mark.parametrize(("name", "atol"), [("eagle3_qwen3", 1e-4), ("eagle3_gemma4", 1e-3)])
+def test_golden_states_and_logits(name: str, atol: float) -> None:
     """Hidden states and logits of every step at valid positions."""
-    steps = DRAFTER.config.block_size
-    model = jax.jit(partial(unroll, eagle3.MODEL, config=DRAFTER.config, steps=steps))
-    states = model(TRAINABLE, embed=FROZEN["embed"], batch=BATCH)
+    data, drafter, frozen, trainable, batch, lengths = GOLDEN[name]
+    config = drafter.config
+    model = jax.jit(partial(unroll, eagle3.MODEL, config=config, steps=config.block_size))
+    states = model(trainable, embed=frozen["embed"], batch=batch)
     for s, state in enumerate(states):
-        valid = np.arange(32) < np.asarray(LENGTHS)[:, None] - s
-        logits = linear(FROZEN["head"], eagle3.MODEL.read(TRAINABLE, DRAFTER.config, state))
-        for got, name in ((state, "step_hidden"), (logits, "step_logits")):
+        valid = np.arange(32) < np.asarray(lengths)[:, None] - s
+        logits = softcap(linear(frozen["head"], eagle3.MODEL.read(trainable, config, state)), config.final_softcap)
+        for got, what in ((state, "step_hidden"), (logits, "step_logits")):
             rows = np.asarray(got).T.reshape(2, 32, -1)[valid]
-            np.testing.assert_allclose(rows, DATA[name][s][valid], atol=1e-4, err_msg=f"{name} {s}")
+            np.testing.assert_allclose(rows, data[what][s][valid], atol=atol, err_msg=f"{what} {s}")
 
 
-def test_golden_losses_metrics_and_every_gradient() -> None:
-    meta = json.loads((FOLDER / "train_meta.json").read_text())
-    total, metrics, grads = run_eagle(TRAINABLE, FROZEN, BATCH, LENGTHS)
-    np.testing.assert_allclose(total, DATA["loss_total"], rtol=1e-5)
-    for s, wanted in enumerate(DATA["step_loss"]):
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_losses_metrics_and_every_gradient(name: str) -> None:
+    data, drafter, frozen, trainable, batch, lengths = GOLDEN[name]
+    meta = json.loads((FOLDER / name / "train_meta.json").read_text())
+    total, metrics, grads = run_eagle(trainable, frozen, batch, lengths, config=drafter.config)
+    np.testing.assert_allclose(total, data["loss_total"], rtol=1e-5)
+    for s, wanted in enumerate(data["step_loss"]):
         num, den = metrics[f"ploss_{s}"]
         np.testing.assert_allclose(num / den, wanted, rtol=1e-5)
     golden = {name.removeprefix("train/"): value for name, value in meta["metrics"].items()}
     assert set(golden) == set(metrics) | {"loss"}
-    for name, (num, den) in metrics.items():
-        np.testing.assert_allclose(num / den, golden[name], rtol=1e-4, atol=1e-6, err_msg=name)
-    got = checkpoint.named_tensors(DRAFTER.config, grads, embeddings=False)
-    wanted = load_file(FOLDER / "grads.safetensors")
+    for metric, (num, den) in metrics.items():
+        np.testing.assert_allclose(num / den, golden[metric], rtol=1e-4, atol=1e-6, err_msg=metric)
+    got = checkpoint.named_tensors(drafter.config, grads, embeddings=False)
+    if drafter.config.traits.layer_scalar:
+        assert not got.pop("layers.0.layer_scalar").any()  # it is never trained
+    wanted = load_file(FOLDER / name / "grads.safetensors")
     assert set(got) == set(wanted) == set(meta["trainable"])
-    for name, value in wanted.items():
-        np.testing.assert_allclose(got[name], value, rtol=0, atol=1e-4 * np.abs(value).max(), err_msg=name)
+    for tensor, value in wanted.items():
+        np.testing.assert_allclose(got[tensor], value, rtol=0, atol=1e-4 * np.abs(value).max(), err_msg=tensor)
 
 
 def test_step_weights_and_term_weight() -> None:
@@ -140,27 +161,30 @@ def test_bfloat16_is_close() -> None:
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
 
 
-def mtp_case() -> tuple[MTPConfig, Any]:
-    """A random MTP drafter of the golden target's sizes."""
-    shared = {f: getattr(DRAFTER.config, f) for f in DRAFTER.config.__dataclass_fields__}
+def mtp_case(name: str = "eagle3_qwen3") -> tuple[MTPConfig, Any]:
+    """A random MTP drafter of a golden target's sizes."""
+    shared = {field: getattr(GOLDEN[name].drafter.config, field) for field in MTPConfig.__dataclass_fields__}
     config = MTPConfig(**(shared | {"target_layer_ids": (), "block_size": 1}))
     params = mtp.init_params(config, jax.random.key(2))
     return config, jax.tree.map(lambda x: x if x.ndim == 1 else x * 8, params)
 
 
-def test_mtp_loss_is_its_formula() -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_mtp_loss_is_its_formula(name: str) -> None:
     """CE and TV against numpy on the drafter's own logits: labels two ahead, the target's distribution one ahead."""
-    config, params = mtp_case()
+    config, params = mtp_case(name)
+    data, _, frozen, _, batch, _ = GOLDEN[name]
     loss = LossConfig(ce=0.4, tv=0.6, confidence=0.0)
     total, metrics = jax.jit(partial(mtp_loss, config=config, loss=loss, compute_dtype=jnp.float32))(
-        params, FROZEN, batch=BATCH
+        params, frozen, batch=batch
     )
-    state = unroll(mtp.MODEL, params, config, FROZEN["embed"], BATCH, 1)[0]
-    draft = np.asarray(linear(FROZEN["head"], state), np.float64).T.reshape(2, 32, -1)[:, :-2]
+    state = unroll(mtp.MODEL, params, config, frozen["embed"], batch, 1)[0]
+    draft = softcap(linear(frozen["head"], state), config.final_softcap)
+    draft = np.asarray(draft, np.float64).T.reshape(2, 32, -1)[:, :-2]
     draft = draft - np.log(np.exp(draft).sum(-1, keepdims=True))
-    target = DATA["target_logits"][:, 1:-1].astype(np.float64)
+    target = data["target_logits"][:, 1:-1].astype(np.float64)
     target = np.exp(target - np.log(np.exp(target).sum(-1, keepdims=True)))
-    mask, labels = DATA["loss_mask"][:, 2:], DATA["input_ids"][:, 2:]
+    mask, labels = data["loss_mask"][:, 2:], data["input_ids"][:, 2:]
     ce = -np.take_along_axis(draft, labels[..., None], axis=-1)[..., 0]
     l1 = np.abs(np.exp(draft) - target).sum(-1)
     means = [(x * mask).sum() / mask.sum() for x in (ce, l1)]
