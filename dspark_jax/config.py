@@ -1,7 +1,10 @@
-"""Settings that training and serving share."""
+"""Settings that all programs share."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -17,3 +20,18 @@ def auto_dtype(cpuinfo: str | Path = "/proc/cpuinfo") -> str:
         return "bfloat16"
     file = Path(cpuinfo)
     return "bfloat16" if file.is_file() and "amx_bf16" in file.read_text().split() else "float32"
+
+
+@contextmanager
+def log_to_stderr() -> Iterator[None]:
+    """Shows this package's log on stderr while it is open; for programs."""
+    package, handler = logging.getLogger("dspark_jax"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    level = package.level
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+        package.setLevel(level)

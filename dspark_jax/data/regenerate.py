@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from tqdm import tqdm
 
 from dspark_jax.checkpoints.load import embedded_target_path, load_target
 from dspark_jax.checkpoints.tokenizer import Tokenizer
+from dspark_jax.config import log_to_stderr
 from dspark_jax.data.prompts import iter_prompts
 from dspark_jax.data.records import RecordWriter
 from dspark_jax.decoding.generate import Completion, Generator, Request
@@ -164,10 +166,19 @@ def _request(settings: RegenerateSettings, job: Job) -> Request:
     return Request(job.id, job.ids, sampling)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command `dspark data`: regenerate answers into a file of records."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command `dspark data`: regenerate answers into a file of records; returns the exit code, 2 for bad input."""
     settings = tyro.cli(RegenerateSettings, args=argv, prog="dspark data")
+    try:
+        with log_to_stderr():
+            _regenerate(settings)
+    except (ValueError, OSError) as error:
+        print(f"dspark data: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _regenerate(settings: RegenerateSettings) -> None:
     target = load_target(settings.target or embedded_target_path(), dtype=jnp.dtype(settings.dtype))
     generator = Generator(target, None, batch_size=settings.batch_size, seed=settings.seed)
     tokens = 0
@@ -178,4 +189,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -92,7 +92,8 @@ def test_a_pair_that_fits_runs_and_is_fine(target_folder, drafter, capsys) -> No
     assert [f.name for f in findings if f.status == "warning"] == ["mask_token_id"]  # ' w299', plain text here
     trial = report["trial"]
     assert trial["tokens"] == 24 and trial["accepted_length"] == round(23 / trial["rounds"], 4)
-    assert len(trial["acceptance_by_position"]) == 7 and trial["reached_by_position"][0] == trial["rounds"]
+    assert len(trial["acceptance_by_position"]) == 7
+    assert trial["rounds"] - trial["reached_by_position"][0] in (0, 1)  # the last round may have no room for drafts
     assert "same 24 tokens" in told(findings, "same text").message
     out = capsys.readouterr().out
     assert out.count("\n") == len(findings) + 5 and "they belong together: 0 wrong, 1 warning\n" in out
