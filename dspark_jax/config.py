@@ -23,10 +23,10 @@ def auto_dtype(cpuinfo: str | Path = "/proc/cpuinfo") -> str:
 
 
 @contextmanager
-def log_to_stderr() -> Iterator[None]:
-    """Shows this package's log on stderr while it is open; for programs."""
+def log_to_stderr(form: str = "%(message)s") -> Iterator[None]:
+    """Shows this package's log on stderr while it is open; for programs. `form`: of a line, as `logging.Formatter`."""
     package, handler = logging.getLogger("dspark_jax"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))
     level = package.level
     package.addHandler(handler)
     package.setLevel(logging.INFO)

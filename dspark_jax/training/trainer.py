@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from dspark_jax.checkpoints.drafters import write_drafter
 from dspark_jax.checkpoints.load import Drafter, Target, embedded_target_path, load_drafter, load_target
+from dspark_jax.config import log_to_stderr
 from dspark_jax.data.hidden_cache import build_cache, cache_key, fingerprint
 from dspark_jax.data.pipeline import Pipeline
 from dspark_jax.data.records import TrainingSample, samples_from_records
@@ -89,14 +90,12 @@ class Run(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """The command `train.py`; returns its exit code. Wrong settings and data are told in one line, with exit code 2."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", force=True)
-    for name in ("absl", "jax"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    try:
-        train(parse(argv))
-    except (ValueError, FileNotFoundError) as error:
-        logger.error("%s", error)
-        return 2
+    with log_to_stderr("%(asctime)s %(message)s"):
+        try:
+            train(parse(argv))
+        except (ValueError, FileNotFoundError) as error:
+            logger.error("%s", error)
+            return 2
     return 0
 
 

@@ -236,7 +236,6 @@ def test_wrong_settings_are_told_in_one_line(
 ) -> None:
     settings = tiny_settings(tmp_path, **fields)
     monkeypatch.setattr(trainer, "parse", lambda argv: settings)
-    monkeypatch.setattr(trainer.logging, "basicConfig", lambda **options: None)
     assert trainer.main([]) == 2
     assert caplog.records[-1].levelname == "ERROR"
     assert re.search(message, caplog.records[-1].getMessage())
