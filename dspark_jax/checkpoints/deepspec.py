@@ -26,9 +26,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
+from dspark_jax.checkpoints.fields import layer_ids, whole
 from dspark_jax.checkpoints.store import SINGLE_FILE, TensorStore, read_json
 from dspark_jax.checkpoints.tensors import Shape, check_tensors, layer_shapes, layer_tensors, read_layer, to_device
-from dspark_jax.drafters.config import DrafterConfig
+from dspark_jax.drafters.config import DrafterConfig, layer_fields
 from dspark_jax.drafters.recurrent import RecurrentConfig
 from dspark_jax.models.config import RopeConfig, TransformerConfig
 from dspark_jax.models.families import FAMILIES, MODEL_TYPES
@@ -183,12 +184,6 @@ def _family(raw: Mapping[str, Any]) -> str:
 def _parse_config(
     raw: Mapping[str, Any], family: str, shapes: Mapping[str, Shape], anchor_predicts: bool
 ) -> DrafterConfig:
-    def number(name: str, default: int | None = None) -> int:
-        value = raw.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"config field {name} {value!r}: must be a whole number")
-        return value
-
     def flag(name: str, default: bool = False) -> bool:
         value = raw.get(name, default)
         if not isinstance(value, bool):
@@ -197,43 +192,28 @@ def _parse_config(
 
     if flag("tie_word_embeddings"):
         raise ValueError("tie_word_embeddings true: a drafter holds its embedding and its head apart, must be false")
-    ids = raw.get("target_layer_ids") or []
-    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ValueError(f"target_layer_ids {ids!r}: must be a list of whole numbers")
+    ids = layer_ids(raw.get("target_layer_ids") or [], "target_layer_ids")
     for name in ("num_target_layers", "block_size", "mask_token_id"):
         if raw.get(name) is None:
             raise ValueError(f"config field {name} is missing: a drafter's config.json must hold it")
     sizes = TransformerConfig.from_hf(raw)
-    rank = number("markov_rank", 0)
+    rank = whole(raw, "markov_rank", 0)
     if any(sizes.pattern):
         raise ValueError(f"layer_types {raw.get('layer_types')!r}: every layer of a drafter must be full_attention")
     qk_norm = FAMILIES[family].qk_norm or flag("qk_norm", "layers.0.self_attn.q_norm.weight" in shapes)
     return DrafterConfig(
-        block_size=number("block_size"),
+        **(layer_fields(sizes) | {"qk_norm": qk_norm, "family": family}),
+        block_size=whole(raw, "block_size"),
         num_layers=sizes.num_layers,
         target_layer_ids=tuple(ids),
-        mask_token_id=number("mask_token_id"),
-        vocab_size=sizes.vocab_size,
-        draft_vocab_size=number("draft_vocab_size", sizes.vocab_size),
+        mask_token_id=whole(raw, "mask_token_id"),
+        draft_vocab_size=whole(raw, "draft_vocab_size", sizes.vocab_size),
         markov_rank=rank,
         markov_kind=raw.get("markov_head_type", "vanilla") if rank else "none",
         confidence=flag("enable_confidence_head"),
         confidence_with_markov=flag("confidence_head_with_markov"),
         shares_embeddings="embed_tokens.weight" not in shapes,
-        num_target_layers=number("num_target_layers"),
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        rms_norm_eps=sizes.rms_norm_eps,
-        rope=sizes.rope,
-        qk_norm=qk_norm,
-        max_positions=sizes.max_positions,
-        family=family,
-        shared_kv=sizes.shared_kv,
-        attention_scale=sizes.attention_scale,
-        final_softcap=sizes.final_softcap,
+        num_target_layers=whole(raw, "num_target_layers"),
         anchor_predicts=anchor_predicts,
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dspark_jax.checkpoints.fields import whole
 from dspark_jax.checkpoints.store import TensorStore
 from dspark_jax.checkpoints.tensors import Shape
 from dspark_jax.drafters.config import DrafterConfig
@@ -91,29 +92,6 @@ def nested(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} {value!r}: must be an object of config fields")
     return dict(value)
-
-
-def whole(raw: Mapping[str, Any], name: str) -> int:
-    """A whole number.
-
-    Raises:
-        ValueError: absent or something else.
-    """
-    value = raw.get(name)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"config field {name} {value!r}: must be a whole number")
-    return value
-
-
-def layer_ids(value: Any, name: str, offset: int = 0) -> list[int]:
-    """Layer ids in DeepSpec's numbering, where a format counts `offset` more.
-
-    Raises:
-        ValueError: no list of whole numbers.
-    """
-    if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
-        raise ValueError(f"{name} {value!r}: must be a list of whole numbers")
-    return [i - offset for i in value]
 
 
 def target_layers(raw: Mapping[str, Any], target: TransformerConfig | None) -> int:

@@ -19,8 +19,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from dspark_jax.checkpoints import deepspec
+from dspark_jax.checkpoints.fields import layer_ids, whole
 from dspark_jax.checkpoints.store import TensorStore, read_json
 from dspark_jax.checkpoints.tensors import Shape, check_tensors, layer_shapes, layer_tensors, read_layer, to_device
+from dspark_jax.drafters.config import layer_fields
 from dspark_jax.drafters.eagle3 import Eagle3Config
 from dspark_jax.drafters.mtp import MTPConfig
 from dspark_jax.models.config import TransformerConfig
@@ -92,18 +94,9 @@ def _parse_config(raw: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Config
     kind, family = CLASSES[str(class_name(raw))]
     if MODEL_TYPES.get(str(raw.get("model_type"))) != family:
         raise ValueError(f"model_type {raw.get('model_type')!r}: must be {family!r} for class {class_name(raw)}")
-
-    def number(name: str, default: int | None = None) -> int:
-        value = raw.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"config field {name} {value!r}: must be a whole number")
-        return value
-
     if raw.get("tie_word_embeddings"):
         raise ValueError("tie_word_embeddings true: a drafter holds its embedding and its head apart, must be false")
-    ids = raw.get("target_layer_ids") or []
-    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ValueError(f"target_layer_ids {ids!r}: must be a list of whole numbers")
+    ids = layer_ids(raw.get("target_layer_ids") or [], "target_layer_ids")
     sizes = TransformerConfig.from_hf(raw)
     if sizes.num_layers != 1:
         raise ValueError(f"num_hidden_layers {sizes.num_layers}: these drafters have exactly one layer")
@@ -113,25 +106,12 @@ def _parse_config(raw: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Config
     if kind is Eagle3Config:
         switches["norm_before_residual"] = bool(raw.get("norm_before_residual", False))
     config: Config = kind(
-        block_size=number("ttt_length" if kind is Eagle3Config else "block_size"),
+        **(layer_fields(sizes) | {"qk_norm": sizes.qk_norm or _LAYER + "self_attn.q_norm.weight" in shapes}),
+        block_size=whole(raw, "ttt_length" if kind is Eagle3Config else "block_size"),
         target_layer_ids=tuple(ids),
-        vocab_size=sizes.vocab_size,
-        draft_vocab_size=number("draft_vocab_size", sizes.vocab_size),
+        draft_vocab_size=whole(raw, "draft_vocab_size", sizes.vocab_size),
         shares_embeddings="embed_tokens.weight" not in shapes,
-        num_target_layers=number("num_target_layers"),
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        rms_norm_eps=sizes.rms_norm_eps,
-        rope=sizes.rope,
-        qk_norm=sizes.qk_norm or _LAYER + "self_attn.q_norm.weight" in shapes,
-        max_positions=sizes.max_positions,
-        family=family,
-        shared_kv=sizes.shared_kv,
-        attention_scale=sizes.attention_scale,
-        final_softcap=sizes.final_softcap,
+        num_target_layers=whole(raw, "num_target_layers"),
         **switches,
     )
     return config
@@ -172,7 +152,7 @@ def config_fields(config: Config) -> dict[str, Any]:
         raise ValueError(f"family {config.family!r}: {type(config).__name__} has no class for it")
     fields = {
         "architectures": [names[type(config), config.family]],
-        **size_fields(config),
+        **deepspec.size_fields(config),
         "num_target_layers": config.num_target_layers,
     }
     if isinstance(config, Eagle3Config):
@@ -185,15 +165,6 @@ def config_fields(config: Config) -> dict[str, Any]:
     if config.trims_vocabulary:
         fields["draft_vocab_size"] = config.draft_vocab_size
     return fields
-
-
-def size_fields(config: Config) -> dict[str, Any]:
-    """The fields of the layer, as a Hugging Face config of its family holds them.
-
-    Raises:
-        ValueError: a switch that the family cannot express.
-    """
-    return deepspec.size_fields(config)
 
 
 def named_tensors(config: Config, params: Mapping[str, Any], embeddings: bool | None) -> dict[str, np.ndarray]:

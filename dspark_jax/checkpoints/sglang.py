@@ -17,6 +17,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from dspark_jax.checkpoints import deepspec, foreign, recurrent
+from dspark_jax.checkpoints.fields import layer_ids, whole
 from dspark_jax.checkpoints.store import read_json
 from dspark_jax.checkpoints.tensors import Shape
 from dspark_jax.drafters.eagle3 import Eagle3Config
@@ -70,10 +71,10 @@ def _fields(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: Transfo
     if raw.get("model_type") != "llama":
         raise ValueError(f"model_type {raw.get('model_type')!r}: these drafters have a Llama layer, must be 'llama'")
     foreign.allow(raw, _SUPPORTED)
-    hidden = foreign.whole(raw, "hidden_size")
+    hidden = whole(raw, "hidden_size")
     foreign.allow(raw, {"target_hidden_size": (None, hidden)})
     layers = foreign.target_layers(raw, target)
-    vocabulary = foreign.whole(raw, "vocab_size")
+    vocabulary = whole(raw, "vocab_size")
     ids = _layer_ids(raw, layers)
     foreign.allow(raw, {"num_aux_hidden_states": (None, len(ids))})
     return {
@@ -95,7 +96,7 @@ def _layer_ids(raw: Mapping[str, Any], layers: int) -> list[int]:
     foreign.allow(group, {"use_aux_hidden_state": (None, True)}, "eagle_config: ")
     if group.get(_IDS) is None:
         return default_layer_ids(layers)
-    return foreign.layer_ids(group[_IDS], f"eagle_config: {_IDS}")
+    return layer_ids(group[_IDS], f"eagle_config: {_IDS}")
 
 
 def write_drafter(
@@ -123,7 +124,7 @@ def write_drafter(
         )
     fields = {
         "architectures": [CLASS],
-        **recurrent.size_fields(config),
+        **deepspec.size_fields(config),
         "num_target_layers": config.num_target_layers,
         "draft_vocab_size": config.draft_vocab_size if "head" in params else None,  # null: the target's head
         "ttt_length": config.block_size,

@@ -14,6 +14,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from dspark_jax.checkpoints import deepspec, foreign, zlab
+from dspark_jax.checkpoints.fields import whole
 from dspark_jax.checkpoints.store import read_json
 from dspark_jax.checkpoints.tensors import Shape
 from dspark_jax.drafters.config import DrafterConfig
@@ -55,8 +56,8 @@ def _fields(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: Transfo
     foreign.allow(raw, _SUPPORTED)
     foreign.allow(group, _SUPPORTED, where)
     fields = zlab.backbone_fields(raw, group, target)
-    vocabulary = foreign.draft_vocabulary(raw, shapes, foreign.whole(raw, "vocab_size"))
-    heads = foreign.head_fields((group, raw), shapes, foreign.whole(raw, "hidden_size"))
+    vocabulary = foreign.draft_vocabulary(raw, shapes, whole(raw, "vocab_size"))
+    heads = foreign.head_fields((group, raw), shapes, whole(raw, "hidden_size"))
     return fields | heads | {"draft_vocab_size": vocabulary}
 
 

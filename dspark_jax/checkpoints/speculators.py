@@ -17,6 +17,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from dspark_jax.checkpoints import deepspec, foreign, recurrent, sglang
+from dspark_jax.checkpoints.fields import layer_ids, whole
 from dspark_jax.checkpoints.store import read_json
 from dspark_jax.checkpoints.tensors import Shape
 from dspark_jax.drafters.config import DrafterConfig
@@ -104,7 +105,7 @@ def _block_fields(
     """A DSpark or DFlash config in DeepSpec's fields. Its layers are Qwen3's, also where they call themselves llama."""
     foreign.allow(raw, _BLOCK_SUPPORTED)
     fields = _layer_fields(raw, target)
-    slots = foreign.whole(raw, "block_size")
+    slots = whole(raw, "block_size")
     heads = foreign.head_fields((raw,), shapes, fields["hidden_size"])
     if raw[TYPE_FIELD] == "dflash":
         heads = {"markov_rank": 0, "enable_confidence_head": False}
@@ -115,7 +116,7 @@ def _block_fields(
         "model_type": "qwen3",
         "block_size": slots - (not _samples_from_anchor(raw)),
         "mask_token_id": raw.get("mask_token_id"),
-        "target_layer_ids": foreign.layer_ids(raw.get(_BLOCK_IDS), _BLOCK_IDS, offset=1),
+        "target_layer_ids": layer_ids(raw.get(_BLOCK_IDS), _BLOCK_IDS, offset=1),
         "draft_vocab_size": foreign.draft_vocabulary(raw, shapes, fields["vocab_size"]),
     }
 
@@ -145,7 +146,7 @@ def _eagle_fields(
         )
     ids = sglang.default_layer_ids(fields["num_target_layers"])
     if raw.get(_EAGLE_IDS) is not None:
-        ids = foreign.layer_ids(raw[_EAGLE_IDS], _EAGLE_IDS, offset=1)
+        ids = layer_ids(raw[_EAGLE_IDS], _EAGLE_IDS, offset=1)
     return {
         **fields,
         "architectures": ["Qwen3Eagle3Model" if fields["model_type"] == "qwen3" else "LlamaEagle3Model"],
@@ -240,7 +241,7 @@ def _written_eagle(config: Eagle3Config, params: Mapping[str, Any]) -> dict[str,
     _need_head(config, params)
     return {
         TYPE_FIELD: "eagle3",
-        _LAYER: recurrent.size_fields(config),
+        _LAYER: deepspec.size_fields(config),
         "norm_before_residual": config.norm_before_residual,
         _EAGLE_IDS: [i + 1 for i in config.target_layer_ids],
     }

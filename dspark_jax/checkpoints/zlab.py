@@ -14,6 +14,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from dspark_jax.checkpoints import deepspec, foreign
+from dspark_jax.checkpoints.fields import layer_ids, whole
 from dspark_jax.checkpoints.store import read_json
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.models.config import TransformerConfig
@@ -93,9 +94,9 @@ def backbone_fields(
         **{name: value for name, value in raw.items() if name != _GROUP and value is not None},
         "architectures": ["Qwen3DSparkModel"],
         "tie_word_embeddings": False,
-        "block_size": foreign.whole({"block_size": sizes[0]}, "block_size"),
+        "block_size": whole({"block_size": sizes[0]}, "block_size"),
         "mask_token_id": group.get("mask_token_id"),
-        "target_layer_ids": foreign.layer_ids(group.get("target_layer_ids"), f"{_IN}target_layer_ids"),
+        "target_layer_ids": layer_ids(group.get("target_layer_ids"), f"{_IN}target_layer_ids"),
         "num_target_layers": foreign.target_layers(raw, target),
     }
 

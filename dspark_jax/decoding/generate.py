@@ -213,8 +213,7 @@ class _Run:
 
     def completions(self) -> Iterator[Completion]:
         g = self.generator
-        max_tokens = max((self.limit(r) for r in self.queue), default=1)
-        state = init_state(self.engine, g.batch_size, 0, -(-max_tokens // 64) * 64, g.threshold)
+        state = self.empty_state()
         while self.queue or self.slots:
             state = self.fit(self.refill(state))
             rounds = g.stream_rounds if self.on_tokens else 1 << 30
@@ -224,6 +223,11 @@ class _Run:
                 work.length = int(counts.length[slot])
             state = self.stream(state, counts)
             yield from self.retire(counts)
+
+    def empty_state(self) -> DecodeState:
+        """Empty slots with room for the longest answer of the queue; caches come when requests do."""
+        g, longest = self.generator, max((self.limit(r) for r in self.queue), default=1)
+        return init_state(self.engine, g.batch_size, 0, -(-longest // 64) * 64, g.threshold)
 
     def rounds(self, state: DecodeState, most: int) -> DecodeState:
         """Up to `most` steps on the device; fewer where a slot could be refilled or the caches are too small."""
@@ -241,8 +245,7 @@ class _Run:
     def warm_up(self) -> None:
         """Compiles every program that the queue can need: for each prompt length, group and cache capacity."""
         g = self.generator
-        longest = max((self.limit(r) for r in self.queue), default=1)
-        state = init_state(self.engine, g.batch_size, 0, -(-longest // 64) * 64, g.threshold)
+        state = self.empty_state()
         groups = []
         for size in sorted({self.padded(r) for r in self.queue}):
             alike = [r for r in self.queue if self.padded(r) == size]

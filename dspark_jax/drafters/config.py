@@ -9,11 +9,70 @@ from typing import Any
 from dspark_jax.models.config import AttentionConfig, RopeConfig, TransformerConfig
 from dspark_jax.models.families import FAMILIES, Family
 
+_LAYER_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "rope",
+    "qk_norm", "max_positions", "family", "shared_kv", "attention_scale", "final_softcap",
+)  # fmt: skip
 HEAD_KINDS = ("none", "vanilla", "gated", "rnn")
 
 
+class DraftLayers:
+    """What follows from the fields that all drafters with layers have (`layer_fields` and the draft vocabulary)."""
+
+    hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    num_target_layers: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    family: str
+    shared_kv: bool
+    attention_scale: float | None
+    final_softcap: float
+
+    @property
+    def traits(self) -> Family:
+        """The family's switches."""
+        return FAMILIES[self.family]
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The attention of every layer."""
+        return AttentionConfig(self.num_kv_heads, self.head_dim, self.rope, self.shared_kv)
+
+    @property
+    def score_scale(self) -> float:
+        """What multiplies the attention scores."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def trims_vocabulary(self) -> bool:
+        """Whether the draft head covers only part of the target's vocabulary (then `d2t` maps draft ids)."""
+        return self.draft_vocab_size != self.vocab_size
+
+    def check_target(self, target: TransformerConfig) -> None:
+        """Refuses a target that this drafter was not made for.
+
+        Raises:
+            ValueError: hidden size, vocabulary, number of layers or the soft cap on logits differ; the message names
+                both values.
+        """
+        for name, mine, theirs in (
+            ("hidden_size", self.hidden_size, target.hidden_size),
+            ("vocab_size", self.vocab_size, target.vocab_size),
+            ("num_target_layers", self.num_target_layers, target.num_layers),
+            ("final_logit_softcapping", self.final_softcap, target.final_softcap),
+        ):
+            if mine != theirs:
+                raise ValueError(
+                    f"drafter and target do not belong together: {name} is {mine} in the drafter, "
+                    f"{theirs} in the target"
+                )
+
+
 @dataclass(frozen=True)
-class DrafterConfig:
+class DrafterConfig(DraftLayers):
     """Sizes and switches of a block drafter.
 
     Attributes:
@@ -103,48 +162,10 @@ class DrafterConfig:
         """Slots of a block, the anchor's included."""
         return self.block_size + (not self.anchor_predicts)
 
-    @property
-    def traits(self) -> Family:
-        """The family's switches."""
-        return FAMILIES[self.family]
 
-    @property
-    def attention(self) -> AttentionConfig:
-        """The attention of every layer."""
-        return AttentionConfig(self.num_kv_heads, self.head_dim, self.rope, self.shared_kv)
-
-    @property
-    def score_scale(self) -> float:
-        """What multiplies the attention scores."""
-        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
-
-    @property
-    def trims_vocabulary(self) -> bool:
-        """Whether the draft head covers only part of the target's vocabulary (then `d2t` maps draft ids)."""
-        return self.draft_vocab_size != self.vocab_size
-
-    def check_target(self, target: TransformerConfig) -> None:
-        """Refuses a target that this drafter was not made for (see `check_belongs`)."""
-        check_belongs(self, target)
-
-
-def check_belongs(drafter: Any, target: TransformerConfig) -> None:
-    """Refuses a target that a drafter of this config (with `hidden_size`, `vocab_size`, ..) was not made for.
-
-    Raises:
-        ValueError: hidden size, vocabulary, number of layers or the soft cap on logits differ; the message names both
-            values.
-    """
-    for name, mine, theirs in (
-        ("hidden_size", drafter.hidden_size, target.hidden_size),
-        ("vocab_size", drafter.vocab_size, target.vocab_size),
-        ("num_target_layers", drafter.num_target_layers, target.num_layers),
-        ("final_logit_softcapping", getattr(drafter, "final_softcap", 0.0), target.final_softcap),
-    ):
-        if mine != theirs:
-            raise ValueError(
-                f"drafter and target do not belong together: {name} is {mine} in the drafter, {theirs} in the target"
-            )
+def layer_fields(sizes: TransformerConfig) -> dict[str, Any]:
+    """The fields that a drafter's config has in common with a model's, with that model's values."""
+    return {name: getattr(sizes, name) for name in _LAYER_FIELDS}
 
 
 def check_target_layer_ids(ids: Sequence[int], num_target_layers: int) -> None:

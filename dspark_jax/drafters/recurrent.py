@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dspark_jax.drafters.config import check_belongs
+from dspark_jax.drafters.config import DraftLayers
 from dspark_jax.drafters.dspark import Proposal, to_target_ids
 from dspark_jax.models.attention import Packing, cached_attention, dense_packing
 from dspark_jax.models.cache import LayerCache, init_cache
 from dspark_jax.models.cache import insert as insert_cache
-from dspark_jax.models.config import AttentionConfig, RopeConfig, TransformerConfig
-from dspark_jax.models.families import FAMILIES, Family
+from dspark_jax.models.config import RopeConfig
+from dspark_jax.models.families import FAMILIES
 from dspark_jax.models.layers import embed_rows, linear, rope_tables, softcap
 from dspark_jax.models.transformer import Hidden, add_attention, add_mlp, project_qkv
 
@@ -32,7 +32,7 @@ Draw = Callable[[Array, Array], tuple[Array, Array, Array]]
 
 
 @dataclass(frozen=True)
-class RecurrentConfig:
+class RecurrentConfig(DraftLayers):
     """Sizes and switches of a one-layer drafter that feeds on its own hidden state.
 
     Attributes:
@@ -86,33 +86,9 @@ class RecurrentConfig:
         return 1
 
     @property
-    def traits(self) -> Family:
-        """The family's switches."""
-        return FAMILIES[self.family]
-
-    @property
-    def attention(self) -> AttentionConfig:
-        """The layer's attention."""
-        return AttentionConfig(self.num_kv_heads, self.head_dim, self.rope, self.shared_kv)
-
-    @property
-    def score_scale(self) -> float:
-        """What multiplies the attention scores."""
-        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
-
-    @property
     def confidence(self) -> bool:
         """There is no confidence head."""
         return False
-
-    @property
-    def trims_vocabulary(self) -> bool:
-        """Whether the draft head covers only part of the target's vocabulary (then `d2t` maps draft ids)."""
-        return self.draft_vocab_size != self.vocab_size
-
-    def check_target(self, target: TransformerConfig) -> None:
-        """Refuses a target that this drafter was not made for (ValueError)."""
-        check_belongs(self, target)
 
 
 class Model(NamedTuple):

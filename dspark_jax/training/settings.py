@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dspark_jax.config import auto_dtype
-from dspark_jax.drafters.config import DrafterConfig
+from dspark_jax.drafters.config import DrafterConfig, layer_fields
 from dspark_jax.drafters.eagle3 import Eagle3Config
 from dspark_jax.drafters.mtp import MTPConfig
 from dspark_jax.models.config import TransformerConfig
@@ -165,26 +165,15 @@ def drafter_config(shape: DrafterSettings, target: TransformerConfig) -> Trainab
     """
     if shape.kind not in KINDS:
         raise ValueError(f"drafter.kind {shape.kind!r}: must be one of {KINDS}")
-    common: dict[str, Any] = dict(
+    sizes = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+    own = {name: getattr(shape, name) for name in sizes if getattr(shape, name)}
+    common: dict[str, Any] = layer_fields(target) | own
+    common |= dict(
         block_size=shape.block_size,
         target_layer_ids=tuple(shape.target_layer_ids),
-        vocab_size=target.vocab_size,
         draft_vocab_size=shape.draft_vocab_size or target.vocab_size,
         shares_embeddings=True,
         num_target_layers=target.num_layers,
-        hidden_size=target.hidden_size,
-        intermediate_size=shape.intermediate_size or target.intermediate_size,
-        num_heads=shape.num_heads or target.num_heads,
-        num_kv_heads=shape.num_kv_heads or target.num_kv_heads,
-        head_dim=shape.head_dim or target.head_dim,
-        rms_norm_eps=target.rms_norm_eps,
-        rope=target.rope,
-        qk_norm=target.qk_norm,
-        max_positions=target.max_positions,
-        family=target.family,
-        shared_kv=target.shared_kv,
-        attention_scale=target.attention_scale,
-        final_softcap=target.final_softcap,
     )
     if shape.kind != "dspark":
         return Eagle3Config(**common) if shape.kind == "eagle3" else MTPConfig(**common)
