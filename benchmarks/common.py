@@ -82,7 +82,13 @@ def machine() -> dict[str, Any]:
 def random_drafter(target: TransformerConfig, dtype: str) -> Drafter:
     """An untrained drafter of the embedded one's shape: its times are right, its drafts are not."""
     ids = tuple(-(-i * (target.num_layers - 3) // 4) + 1 for i in range(5))  # 1, 8, 15, 22, 28 of 30 layers
-    shape = DrafterSettings(7, 2, ids, 16, draft_vocab_size=min(8192, target.vocab_size), markov_rank=64)
+    shape = DrafterSettings(
+        num_layers=2,
+        target_layer_ids=ids,
+        mask_token_id=16,
+        draft_vocab_size=min(8192, target.vocab_size),
+        markov_rank=64,
+    )
     config = drafter_config(shape, target)
     params = init_params(config, jax.random.key(0), jnp.dtype(dtype))
     params["markov"]["w2"] = random_w2(config.draft_vocab_size, config.markov_rank, dtype)

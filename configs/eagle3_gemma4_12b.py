@@ -25,7 +25,7 @@ config = TrainSettings(
     target="google/gemma-4-12B-it",
     records=("runs/gemma4_12b/records.jsonl",),
     output="runs/gemma4_12b/eagle3",
-    online=True,
+    states="online",
     drafter=DrafterSettings(kind="eagle3", block_size=7, target_layer_ids=(5, 17, 29, 41, 46)),
     loss=LossConfig(ce=1.0, tv=0.0, confidence=0.0, decay=-1 / math.log(0.8)),
     epochs=10,

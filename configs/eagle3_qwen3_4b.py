@@ -25,7 +25,7 @@ config = TrainSettings(
     target="Qwen/Qwen3-4B",
     records=("runs/qwen3_4b/records.jsonl",),
     output="runs/qwen3_4b/eagle3",
-    online=True,
+    states="online",
     drafter=DrafterSettings(kind="eagle3", block_size=7, target_layer_ids=(1, 9, 17, 25, 33)),
     loss=LossConfig(ce=1.0, tv=0.0, confidence=0.0, decay=-1 / math.log(0.8)),
     epochs=10,

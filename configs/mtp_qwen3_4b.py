@@ -22,7 +22,7 @@ config = TrainSettings(
     target="Qwen/Qwen3-4B",
     records=("runs/qwen3_4b/records.jsonl",),
     output="runs/qwen3_4b/mtp",
-    online=True,
+    states="online",
     drafter=DrafterSettings(kind="mtp", block_size=1),
     loss=LossConfig(ce=1.0, tv=0.0, confidence=0.0),
     epochs=10,

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from safetensors.numpy import save_file
 from dspark_jax.checkpoints.fields import layer_ids, whole
 from dspark_jax.checkpoints.store import SINGLE_FILE, TensorStore, read_json
 from dspark_jax.checkpoints.tensors import Shape, check_tensors, layer_shapes, layer_tensors, read_layer, to_device
-from dspark_jax.drafters.config import DrafterConfig, layer_fields
+from dspark_jax.drafters.config import DrafterConfig, check_temperatures, layer_fields
 from dspark_jax.drafters.recurrent import RecurrentConfig
 from dspark_jax.models.config import RopeConfig, TransformerConfig
 from dspark_jax.models.families import FAMILIES, MODEL_TYPES
@@ -55,6 +55,7 @@ _STORAGE = {
 }
 _STORED_AS = {"d2t": np.dtype(np.int64), "t2d": np.dtype(np.bool_)}  # the vocabulary map, whatever the others' dtype
 CONFIG_FILE = "config.json"
+TEMPERATURES = "confidence_temperatures"  # this project's own field of config.json, of inference only
 
 # Parameter names of the sequential heads, and their tensors.
 _MARKOV_TENSORS = {
@@ -215,7 +216,18 @@ def _parse_config(
         shares_embeddings="embed_tokens.weight" not in shapes,
         num_target_layers=whole(raw, "num_target_layers"),
         anchor_predicts=anchor_predicts,
+        confidence_temperatures=_temperatures(raw),
     )
+
+
+def _temperatures(raw: Mapping[str, Any]) -> tuple[float, ...]:
+    """The temperatures of the confidence head; an empty list, null or no field at all where it is not calibrated."""
+    value = raw.get(TEMPERATURES)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or any(isinstance(t, bool) or not isinstance(t, int | float) for t in value):
+        raise ValueError(f"config field {TEMPERATURES} {value!r}: must be a list of numbers")
+    return tuple(map(float, value))
 
 
 def _read_params(store: TensorStore, config: DrafterConfig, dtype: DTypeLike) -> dict[str, Any]:
@@ -344,6 +356,39 @@ def write_folder(
         (fresh / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
 
 
+def write_temperatures(folder: str | Path, temperatures: Sequence[float]) -> None:
+    """Sets the temperatures of the confidence head in a drafter's `config.json`; a reader sees the old or the new file.
+
+    Raises:
+        FileNotFoundError: no `config.json`.
+        ValueError: not this format, or temperatures that do not fit the drafter.
+    """
+    file = Path(folder) / CONFIG_FILE
+    raw = read_json(file)
+    with naming(file):
+        _family(raw)
+        check_temperatures(temperatures, whole(raw, "block_size"), raw.get("enable_confidence_head") is True)
+    raw[TEMPERATURES] = list(temperatures)
+    text = json.dumps(raw, indent=2, sort_keys=True)
+    with tempfile.TemporaryDirectory(prefix=f".{CONFIG_FILE}-", dir=folder) as work:
+        fresh = Path(work) / CONFIG_FILE
+        fresh.write_text(text + "\n", encoding="utf-8")
+        shutil.copymode(file, fresh)
+        fresh.replace(file)
+
+
+def copy_with_temperatures(source: str | Path, folder: str | Path, temperatures: Sequence[float]) -> None:
+    """Copies a drafter of this format, all or nothing, and sets its temperatures.
+
+    Raises:
+        FileNotFoundError, ValueError: as `write_temperatures`, or a `folder` that holds other files.
+    """
+    with _replacing(Path(folder)) as fresh:
+        for file in (Path(source) / CONFIG_FILE, *sorted(Path(source).glob("*.safetensors*"))):
+            shutil.copy(file, fresh / file.name)
+        write_temperatures(fresh, temperatures)
+
+
 def config_fields(config: DrafterConfig) -> dict[str, Any]:
     """`config.json`'s content for a drafter; `read_drafter` turns it into an equal config.
 
@@ -372,6 +417,8 @@ def config_fields(config: DrafterConfig) -> dict[str, Any]:
         fields["markov_head_type"] = config.markov_kind
     if config.confidence:
         fields["confidence_head_with_markov"] = config.confidence_with_markov
+    if config.confidence_temperatures:
+        fields[TEMPERATURES] = list(config.confidence_temperatures)
     if config.trims_vocabulary:
         fields["draft_vocab_size"] = config.draft_vocab_size
     if not FAMILIES[config.family].qk_norm:
@@ -490,13 +537,24 @@ def embedding_tensors(params: Mapping[str, Any], embeddings: bool | None) -> dic
     return {} if embeddings is False else {names[name]: params[name] for name in names if name in params}
 
 
+def check_place(folder: Path) -> None:
+    """Refuses a place where no drafter can be written.
+
+    Raises:
+        ValueError: a file, or a folder that holds other files than a drafter's.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: is a file; give a new or empty folder")
+    foreign = sorted(set(os.listdir(folder)) - {CONFIG_FILE, SINGLE_FILE}) if folder.exists() else []
+    if foreign:
+        raise ValueError(f"{folder}: holds {foreign[0]}, which is no part of a drafter; give a new or empty folder")
+
+
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
     """Gives an empty folder beside `folder` to fill, and puts it in `folder`'s place when the block ends well."""
     folder = folder.absolute()
-    foreign = sorted(set(os.listdir(folder)) - {CONFIG_FILE, SINGLE_FILE}) if folder.exists() else []
-    if foreign:
-        raise ValueError(f"{folder}: holds {foreign[0]}, which is no part of a drafter; give a new or empty folder")
+    check_place(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

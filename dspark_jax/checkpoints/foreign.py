@@ -7,6 +7,7 @@ refused, and what only the weights can tell (rank, kind of head, size of the voc
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from dspark_jax.checkpoints.tensors import Shape
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.models.config import TransformerConfig
 
+logger = logging.getLogger(__name__)
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _MARKOV = "markov_head."
 
@@ -173,6 +175,8 @@ def check_block(config: Any, who: str) -> DrafterConfig:
     for name, neutral in (("shared_kv", False), ("attention_scale", None), ("final_softcap", 0.0)):
         if getattr(config, name) != neutral:
             raise ValueError(f"{name} {getattr(config, name)!r}: {who} has no field for it, must be {neutral!r}")
+    if config.confidence_temperatures:  # they refine the confidences only, so the drafter is whole without them
+        logger.warning("confidence_temperatures: %s has no field for them, they are left out", who)
     return config
 
 

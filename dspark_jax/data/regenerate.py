@@ -33,7 +33,7 @@ _MARK = "\u0001user turn\u0001"
 
 @dataclass(frozen=True)
 class RegenerateSettings:
-    """Regenerate answers with the target.
+    """Regenerate answers with the target. (`dspark data cache --help`: hidden states for what it has answered.)
 
     Attributes:
         output: JSONL file of records, appended to.
@@ -167,8 +167,16 @@ def _request(settings: RegenerateSettings, job: Job) -> Request:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command `dspark data`: regenerate answers into a file of records; returns the exit code, 2 for bad input."""
-    settings = tyro.cli(RegenerateSettings, args=argv, prog="dspark data")
+    """The command `dspark data`: regenerate answers into a file of records; returns the exit code, 2 for bad input.
+
+    `dspark data cache` is a command of its own: hidden states for such a file.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["cache"]:
+        from dspark_jax.data import cache_command
+
+        return cache_command.main(words[1:])
+    settings = tyro.cli(RegenerateSettings, args=words, prog="dspark data")
     try:
         with log_to_stderr():
             _regenerate(settings)

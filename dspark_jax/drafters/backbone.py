@@ -16,6 +16,7 @@ from dspark_jax.models.attention import Packing, cached_attention, write_rows
 from dspark_jax.models.cache import LayerCache, init_cache
 from dspark_jax.models.layers import head_norm, linear, rms_norm, rope_tables, rotate
 from dspark_jax.models.transformer import add_attention, add_mlp, normed_values
+from dspark_jax.sharding import constrain, gathered
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -29,13 +30,14 @@ def context_features(
     Args:
         features: `[m * D, B]`, or `[B, m * D]` with `linear_rows` as the `product`.
     """
-    mixed = product(params["fc"], features)
+    mixed = constrain(product(gathered({"fc": params["fc"]})["fc"], features), None, "batch")
     return rms_norm(mixed, params["hidden_norm"], config.rms_norm_eps, config.traits.norm_offset)
 
 
 def project_kv(layer: Params, config: DrafterConfig, x: Array, tables: tuple[Array, Array]) -> tuple[Array, Array]:
     """Keys (normed, rotated) and values `[G, hd, B]` of `x [D, B]`: context features or the normed block stream."""
-    kv = linear(layer["kv"], x)  # [G, 2, hd, B]; [G, 1, hd, B] where keys and values are shared
+    kv = linear(gathered({"kv": layer["kv"]})["kv"], x)  # [G, 2, hd, B]; [G, 1, hd, B] where keys and values are shared
+    kv = constrain(kv, "heads", None, None, "batch")
     k, v = kv[:, 0], kv[:, -1]
     if config.qk_norm:
         k = head_norm(k, layer["k_norm"], config.rms_norm_eps, config.traits.norm_offset)
@@ -50,15 +52,15 @@ def block_layer(
     attend: Callable[[Array, Array, Array], tuple[Array, Any]],
 ) -> tuple[Array, Any]:
     """One layer on the block stream `x [D, B]`; `attend(q, k, v)` adds the context's keys and values to the block's."""
-    eps, traits = config.rms_norm_eps, config.traits
+    eps, traits, layer = config.rms_norm_eps, config.traits, gathered(layer)
     normed = rms_norm(x, layer["input_norm"], eps, traits.norm_offset)
-    q = linear(layer["q"], normed)  # [G, Q, hd, B]
+    q = constrain(linear(layer["q"], normed), "heads", None, None, "batch")  # [G, Q, hd, B]
     if config.qk_norm:
         q = head_norm(q, layer["q_norm"], eps, traits.norm_offset)
     k, v = project_kv(layer, config, normed, tables)
     mixed, extra = attend(rotate(q, tables), k, v)
-    x = add_attention(layer, traits, eps, x, mixed)
-    return add_mlp(layer, traits, eps, x), extra
+    x = constrain(add_attention(layer, traits, eps, x, mixed), None, "batch")
+    return constrain(add_mlp(layer, traits, eps, x), None, "batch"), extra
 
 
 def run_block(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,8 @@ class DrafterConfig(DraftLayers):
         shares_embeddings: the checkpoint brings no embedding and head of its own, the target's are used.
         num_target_layers: L of the target it was made for.
         max_positions: positions that the drafter was built for, in tokens.
+        confidence_temperatures: T_1..T_K that divide the confidence head's logits (sequential temperature scaling,
+            `dspark calibrate`); empty: not calibrated, all 1.
         hidden_size .. rope, shared_kv .. final_softcap: as in `TransformerConfig`; every layer of a drafter attends to
             the whole context, so it has the form of the target's full layers.
     """
@@ -120,6 +123,7 @@ class DrafterConfig(DraftLayers):
     attention_scale: float | None = None
     final_softcap: float = 0.0
     anchor_predicts: bool = True
+    confidence_temperatures: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -156,6 +160,8 @@ class DrafterConfig(DraftLayers):
             raise ValueError(
                 "confidence_head_with_markov true with markov_rank 0: there are no Markov features to read"
             )
+        if self.confidence_temperatures:
+            check_temperatures(self.confidence_temperatures, self.block_size, self.confidence)
 
     @property
     def block_slots(self) -> int:
@@ -166,6 +172,21 @@ class DrafterConfig(DraftLayers):
 def layer_fields(sizes: TransformerConfig) -> dict[str, Any]:
     """The fields that a drafter's config has in common with a model's, with that model's values."""
     return {name: getattr(sizes, name) for name in _LAYER_FIELDS}
+
+
+def check_temperatures(temperatures: Sequence[float], block_size: int, confidence: bool) -> None:
+    """Checks temperatures of the confidence head, one for each of `block_size` positions.
+
+    Raises:
+        ValueError: another number of them, one that is not positive and finite, or no `confidence` head.
+    """
+    name = f"confidence_temperatures {list(temperatures)}"
+    if not confidence:
+        raise ValueError(f"{name}: there is no confidence head (enable_confidence_head) that they could divide")
+    if len(temperatures) != block_size:
+        raise ValueError(f"{name}: must be one for each of block_size {block_size} positions, or none")
+    if not all(math.isfinite(t) and 1e-30 < t < 1e30 for t in temperatures):
+        raise ValueError(f"{name}: must be positive, finite numbers")
 
 
 def check_target_layer_ids(ids: Sequence[int], num_target_layers: int) -> None:

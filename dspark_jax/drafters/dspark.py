@@ -130,10 +130,18 @@ def propose(
     tokens, token_probs, probs = drawn[0].T, drawn[1].T, drawn[2]  # [R, K], [R, K], [K, Vd, R]
     if config.confidence:
         previous_ids = jnp.concatenate([anchor[:, None], tokens[:, :-1]], axis=1)
-        confidence = jax.nn.sigmoid(confidence_logits(params, config, hidden, previous_ids.reshape(-1)))
+        logits = confidence_logits(params, config, hidden, previous_ids.reshape(-1)).reshape(requests, slots)
+        confidence = calibrated(logits, config)
     else:
-        confidence = jnp.ones(requests * slots)
-    return Proposal(tokens, token_probs, probs, confidence.reshape(requests, slots), cache)
+        confidence = jnp.ones((requests, slots))
+    return Proposal(tokens, token_probs, probs, confidence, cache)
+
+
+def calibrated(logits: Array, config: DrafterConfig) -> Array:
+    """Conditional survival probabilities c_k = sigmoid(z_k / T_k) of confidence logits `[R, K]`; T is 1 by default."""
+    if config.confidence_temperatures:
+        logits = logits / jnp.asarray(config.confidence_temperatures, jnp.float32)
+    return jax.nn.sigmoid(logits)
 
 
 def init_params(config: DrafterConfig, key: Array, dtype=jnp.float32) -> Params:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.models.layers import linear, take_rows
+from dspark_jax.sharding import gathered
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -21,7 +22,7 @@ Params = dict[str, Any]
 
 def previous_embedding(params: Params, ids: Array) -> Array:
     """W1 of the previous tokens `ids [B]`: float32 `[r, B]`."""
-    return take_rows(params["markov"]["w1"], ids)
+    return take_rows(gathered({"w1": params["markov"]["w1"]})["w1"], ids)
 
 
 def init_head_state(config: DrafterConfig, blocks: int) -> Array:

@@ -24,6 +24,7 @@ from dspark_jax.models.config import RopeConfig
 from dspark_jax.models.families import FAMILIES
 from dspark_jax.models.layers import embed_rows, linear, rope_tables, softcap
 from dspark_jax.models.transformer import Hidden, add_attention, add_mlp, project_qkv
+from dspark_jax.sharding import constrain, gathered
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -146,12 +147,14 @@ def advance(
     Returns:
         The next state, float32 `[D, B]`, and what `attend` kept.
     """
+    params = gathered(params)
     layer, traits, eps = params["layers"][0], config.traits, config.rms_norm_eps
     embedded = embed_rows(params["embed"], ids, traits.scales_embeddings)  # [D, B]
     residual, x = model.mix(params, config, embedded, state)
     tables = rope_tables(config.rope, config.head_dim, positions)
     mixed, kept = attend(*project_qkv(layer, config, config.attention, x, tables))  # [G, Q, hd, B]
-    x = add_mlp(layer, traits, eps, add_attention(layer, traits, eps, residual, mixed))
+    x = constrain(add_attention(layer, traits, eps, residual, mixed), None, "batch")
+    x = constrain(add_mlp(layer, traits, eps, x), None, "batch")
     return model.leave(params, config, x), kept
 
 

@@ -1,4 +1,4 @@
-"""Attention over packed rows: one request's queries against its own cache, or whole sequences causally.
+"""Attention over packed rows: one request's queries against its own cache, or whole sequences causally, in chunks.
 
 Rows arrive feature-major (`[G, Q, hd, B]`); the packing says which request and slot each row is. Scores and softmax are
 float32; operands of the products have the cache's dtype.
@@ -6,18 +6,26 @@ float32; operands of the products have the cache's dtype.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
+from dspark_jax import sharding
 from dspark_jax.models.cache import LayerCache, write
 from dspark_jax.models.layers import softcap
-from dspark_jax.models.platform import for_cpu
+from dspark_jax.models.platform import for_cpu, for_tpu
 
 Array = jax.Array
 _MASKED = -1e30
 _FEW_ROWS = 64  # rows of a request and KV group up to which keys go left
+_CHUNK = 256  # queries of whole sequences whose scores are held at once
+_BANDS = 4  # lengths of context for which those are compiled
+_LANES = 128  # of TPUs
 
 
 class Packing(NamedTuple):
@@ -151,15 +159,175 @@ def write_rows(cache: LayerCache, k: Array, v: Array, start: Array, packing: Pac
 
 
 def causal_attention(
-    q: Array, k: Array, v: Array, sequences: int, scale: float, window: int = 0, cap: float = 0.0
+    q: Array,
+    k: Array,
+    v: Array,
+    sequences: int,
+    scale: float,
+    window: int = 0,
+    cap: float = 0.0,
+    segments: Array | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Array:
-    """Whole sequences without a cache: rows are `sequences` x T tokens; float32 `[G, Q, hd, B]`."""
-    split = [x.reshape(*x.shape[:-1], sequences, -1) for x in (q, k, v)]  # [..., N, T]
-    length = split[0].shape[-1]
+    """Attention in whole sequences, without a cache: a token sees itself and earlier ones of its document.
+
+    Scores exist for a chunk of queries at a time, made again for gradients.
+
+    Args:
+        q: `[G, Q, hd, B]`. k, v: `[G, hd, B]`; the B rows are `sequences` = N times T tokens.
+        scale: multiplies the scores. window: tokens that each sees, itself included; 0: all. cap: soft cap on scores.
+        segments: int32 `[N, T]`, the document of each token; None: a sequence is one document.
+        dtype: of the products' operands; None: the keys'. Sums and softmax are float32.
+
+    Returns:
+        float32 `[G, Q, hd, B]`.
+    """
+    length = q.shape[-1] // sequences
+    q, k, v = (q * scale).astype(dtype or k.dtype), k.astype(dtype or k.dtype), v.astype(dtype or v.dtype)
+    window = window if window < length else 0
+    if for_tpu() and length > _CHUNK:
+        return _splash_on_mesh(q, k, v, sequences, window, cap, segments)
+    split = [x.reshape(*x.shape[:-1], sequences, length) for x in (q, k, v)]  # [..., N, T]
     queries = jnp.transpose(split[0], (3, 0, 1, 4, 2))  # [N, G, Q, T, hd]
     keys, values = (jnp.transpose(x, (2, 0, 3, 1)).reshape(-1, length, q.shape[2]) for x in split[1:])  # [N * G, T, hd]
-    visible = jnp.tril(jnp.ones((length, length), bool))
-    if window:
-        visible &= ~jnp.tril(visible, -window)
-    out = softmax_attention(queries, keys, values, visible, scale, cap)
+    out = _in_chunks(_Sequences(queries, keys, values, segments), window, cap)
     return jnp.transpose(out, (1, 2, 4, 0, 3)).reshape(q.shape)
+
+
+class _Sequences(NamedTuple):
+    """Queries `[N, G, Q, T, hd]`, keys and values `[N * G, T, hd]`, documents int32 `[N, T]` or None."""
+
+    queries: Array
+    keys: Array
+    values: Array
+    segments: Array | None
+
+
+def _in_chunks(inputs: _Sequences, window: int, cap: float) -> Array:
+    """`[N, G, Q, T, hd]`: chunks of queries against the context up to the end of their band, or in a window's reach."""
+    length = inputs.queries.shape[3]
+    chunks = -(-length // _CHUNK)
+    size = length if chunks == 1 else -(-length // (16 * chunks)) * 16
+    inputs = inputs._replace(queries=jnp.pad(inputs.queries, [(0, 0)] * 3 + [(0, chunks * size - length), (0, 0)]))
+    if window and size + window < length:
+        return _in_window(inputs, chunks, window, cap)[:, :, :, :length]
+    per_band = -(-chunks // _BANDS)
+    firsts = range(0, chunks, per_band)
+    bands = (_band(inputs, range(first, min(first + per_band, chunks)), size, window, cap) for first in firsts)
+    return jnp.concatenate(list(bands), axis=3)[:, :, :, :length]
+
+
+def _band(inputs: _Sequences, chunks: range, size: int, window: int, cap: float) -> Array:
+    """Attention of some chunks of `size` queries to the context up to the last one's end."""
+    keys, values = (x[:, : chunks.stop * size] for x in inputs[1:3])
+
+    def chunk(index: Array | int) -> Array:
+        rows = jax.lax.dynamic_slice_in_dim(inputs.queries, index * size, size, 3)
+        seen = _visible(inputs.segments, index * size, size, 0, keys.shape[1], window)
+        return softmax_attention(rows, keys, values, seen, 1.0, cap)
+
+    if inputs.queries.shape[3] == size:
+        return chunk(0)
+    return _mapped(chunk, chunks)
+
+
+def _in_window(inputs: _Sequences, chunks: int, window: int, cap: float) -> Array:
+    """Attention of all chunks to the positions in reach: their own and `window` before."""
+    size = inputs.queries.shape[3] // chunks
+    missing = chunks * size - inputs.keys.shape[1]
+    keys, values = (jnp.pad(x, ((0, 0), (window, missing), (0, 0))) for x in inputs[1:3])
+
+    def chunk(index: Array | int) -> Array:
+        start = index * size
+        rows = jax.lax.dynamic_slice_in_dim(inputs.queries, start, size, 3)
+        near = [jax.lax.dynamic_slice_in_dim(x, start, size + window, 1) for x in (keys, values)]
+        seen = _visible(inputs.segments, start, size, start - window, size + window, window)
+        return softmax_attention(rows, *near, seen, 1.0, cap)
+
+    return _mapped(chunk, range(chunks))
+
+
+def _mapped(chunk: Callable[[Array], Array], chunks: range) -> Array:
+    """`chunk(index)`, `[N, G, Q, S, hd]` each, one after the other: `[N, G, Q, chunks * S, hd]`."""
+    out = jax.lax.map(jax.checkpoint(chunk), jnp.arange(chunks.start, chunks.stop))
+    out = jnp.moveaxis(out, 0, 3)
+    return out.reshape(*out.shape[:3], -1, out.shape[5])
+
+
+def _visible(
+    segments: Array | None, first: Array | int, size: int, first_key: Array | int, count: int, window: int
+) -> Array:
+    """Which of `count` positions from `first_key` on `size` queries from `first` on see: bool `[S, T]`, `[N, S, T]`."""
+    queries, keys = first + jnp.arange(size)[:, None], first_key + jnp.arange(count)
+    visible = (keys <= queries) & (keys >= 0)
+    if window:
+        visible &= keys > queries - window
+    if segments is None:
+        return visible
+    own, others = (jnp.take(segments, x, axis=1, mode="clip") for x in (queries[:, 0], keys))
+    return visible & (own[:, :, None] == others[:, None])
+
+
+def _splash_on_mesh(
+    q: Array, k: Array, v: Array, sequences: int, window: int, cap: float, segments: Array | None
+) -> Array:
+    """`splash_attention` of each device's sequences and heads; the compiler cannot cut a kernel by itself."""
+    run = partial(splash_attention, window=window, cap=cap)
+    length = q.shape[-1] // sequences
+    if not sharding.active():
+        return run(q, k, v, segments, length=length)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    rows = sharding.spec_of(("batch",), (sequences,), sizes)[0]
+    heads = sharding.spec_of(("heads",), q.shape[:1], sizes)[0]
+    by_head = PartitionSpec(heads, None, None, rows)
+    key_place = PartitionSpec(heads, None, rows)
+    return jax.shard_map(
+        partial(run, length=length),
+        in_specs=(by_head, key_place, key_place, None if segments is None else PartitionSpec(rows)),
+        out_specs=by_head,
+        check_vma=False,  # kernels do not say over which axes their results vary
+    )(q, k, v, segments)
+
+
+def splash_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array | None,
+    *,
+    length: int,
+    window: int = 0,
+    cap: float = 0.0,
+    interpret: bool = False,
+) -> Array:
+    """`causal_attention` by JAX's kernel for TPUs, for scaled queries in the products' dtype and T = `length`.
+
+    `interpret`: runs without a TPU, for tests.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    groups, per_group, head_dim, rows = q.shape
+    padded = -(-length // _LANES) * _LANES
+    heads = [x.reshape(-1, head_dim, rows // length, length) for x in (q, k, v)]  # [H or G, hd, N, T]
+    heads = [jnp.pad(x, [(0, 0)] * 3 + [(0, padded - length)]) for x in heads]
+    heads = [jnp.transpose(x, (2, 0, 3, 1)) for x in heads]  # [N, H or G, T, hd]
+    shape = (padded, padded)
+    mask = masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)
+    block = next(size for size in (512, 384, 256, _LANES) if padded % size == 0)
+    sizes = kernels.BlockSizes(*[block] * 8)
+    attend = kernels.make_splash_mha(
+        masks.MultiHeadMask([mask] * (groups * per_group)),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=sizes,
+        attn_logits_soft_cap=cap or None,
+        interpret=interpret,
+    )
+    if segments is None:
+        out = jax.vmap(attend)(*heads)  # [N, H, T, hd]
+    else:
+        documents = jnp.pad(segments, ((0, 0), (0, padded - length)), constant_values=-1)
+        out = jax.vmap(lambda q, k, v, s: attend(q, k, v, kernels.SegmentIds(s, s)))(*heads, documents)
+    out = jnp.transpose(out[:, :, :length], (1, 3, 0, 2)).astype(jnp.float32)  # [H, hd, N, T]
+    return out.reshape(q.shape)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from dspark_jax.models.config import RopeConfig
 from dspark_jax.models.platform import for_cpu
+from dspark_jax.sharding import active, constrain
 
 Array = jax.Array
 _FEW_ROWS = 64  # rows up to which a step decodes or verifies; beyond are prefills and training
@@ -29,6 +30,8 @@ def linear(weight: Array, x: Array, num_inputs: int = 1) -> Array:
         x: cast to the weight's dtype before the product.
         num_inputs: number of contracted axes.
     """
+    if active() and weight.ndim > 2:
+        return _wide(weight, x.astype(weight.dtype), num_inputs)
     outputs = weight.shape[: weight.ndim - num_inputs]
     rows = x.shape[-1]
     matrix = weight.reshape(math.prod(outputs), -1)
@@ -50,6 +53,35 @@ def _matmul(weight: Array, x: Array, axis: int) -> Array:
     if axis == 0 and rows == 1 and weight.dtype == jnp.float32 and for_cpu():
         return dot(x.reshape(1, -1), weight, 1).reshape(-1, 1)  # faster for one row, by 5 % with jax 0.10
     return dot(weight, row_major(x), axis)[:, :rows]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _wide(weight: Array, x: Array, num_inputs: int) -> Array:
+    """`linear` on a mesh: the axes stay as they are, since one that is cut cannot be merged with others without moving
+    data. Gradients are products of the weights' dtype, as in `_matmul`.
+    """
+    outputs = weight.ndim - num_inputs
+    return _contract(weight, x, tuple(range(outputs, weight.ndim)), tuple(range(num_inputs)))
+
+
+def _contract(a: Array, b: Array, axes_a: tuple[int, ...], axes_b: tuple[int, ...]) -> Array:
+    return jax.lax.dot_general(a, b, ((axes_a, axes_b), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _wide_forward(weight: Array, x: Array, num_inputs: int) -> tuple[Array, tuple[Array, Array]]:
+    return _wide(weight, x, num_inputs), (weight, x)
+
+
+def _wide_backward(num_inputs: int, saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    weight, x = saved
+    cotangent = cotangent.astype(weight.dtype)  # [out..., B]
+    outputs = tuple(range(weight.ndim - num_inputs))
+    dx = _contract(weight, cotangent, outputs, outputs)  # [in..., B]
+    dw = _contract(cotangent, x, (cotangent.ndim - 1,), (x.ndim - 1,))  # [out..., in...]
+    return dw.astype(weight.dtype), dx.astype(x.dtype)
+
+
+_wide.defvjp(_wide_forward, _wide_backward)
 
 
 def dot(a: Array, b: Array, axis_b: int) -> Array:
@@ -145,7 +177,7 @@ def gated_mlp(gate_up: Array, down: Array, x: Array, activation: str = "silu") -
 
     `gate_up [2, F, D]`, `down [D, F]`, `x` and float32 out `[D, B]`.
     """
-    hidden = linear(gate_up, x)  # [2, F, B]
+    hidden = constrain(linear(gate_up, x), None, "mlp", "batch")  # [2, F, B]
     act = jax.nn.silu if activation == "silu" else jax.nn.gelu  # jax's gelu is the tanh form
     return linear(down, act(hidden[0]) * hidden[1])  # [D, B]
 

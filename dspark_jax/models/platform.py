@@ -11,9 +11,19 @@ import jax
 _COMPILING_FOR: ContextVar[str | None] = ContextVar("compiling_for", default=None)
 
 
+def platform() -> str:
+    """What is traced now will run on this: the default backend's platform, or what `compiling_for` says."""
+    return _COMPILING_FOR.get() or jax.default_backend()
+
+
 def for_cpu() -> bool:
-    """Whether what is traced now will run on a CPU: the default backend, or what `compiling_for` says."""
-    return (_COMPILING_FOR.get() or jax.default_backend()) == "cpu"
+    """Whether what is traced now will run on a CPU."""
+    return platform() == "cpu"
+
+
+def for_tpu() -> bool:
+    """Whether what is traced now will run on a TPU."""
+    return platform() == "tpu"
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from dspark_jax.models.layers import (
     softcap,
 )
 from dspark_jax.models.platform import for_cpu
+from dspark_jax.sharding import constrain, gathered
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -54,7 +55,8 @@ class Hidden(NamedTuple):
 
 def embed(params: Params, config: TransformerConfig, ids: Array) -> Array:
     """Embeddings of `ids [B]` as float32 `[D, B]`, scaled where the family does so."""
-    return embed_rows(params["embed"], ids, config.traits.scales_embeddings)
+    table = gathered({"embed": params["embed"]})["embed"]
+    return constrain(embed_rows(table, ids, config.traits.scales_embeddings), None, "batch")
 
 
 def head_weight(params: Params) -> Array:
@@ -122,11 +124,13 @@ def decoder_layer(
     attend: Attend,
 ) -> tuple[Array, Any]:
     """One pre-norm layer on the residual stream `x [D, B]`; also returns what `attend` returned beside its output."""
-    eps = config.rms_norm_eps
+    eps, layer = config.rms_norm_eps, gathered(layer)
     normed = rms_norm(x, layer["input_norm"], eps, config.traits.norm_offset)
-    mixed, extra = attend(*project_qkv(layer, config, kind, normed, tables))  # [G, Q, hd, B]
-    x = add_attention(layer, config.traits, eps, x, mixed)
-    return add_mlp(layer, config.traits, eps, x), extra
+    q, k, v = project_qkv(layer, config, kind, normed, tables)
+    q = constrain(q, "heads", None, None, "batch")
+    mixed, extra = attend(q, *(constrain(part, "heads", None, "batch") for part in (k, v)))  # [G, Q, hd, B]
+    x = constrain(add_attention(layer, config.traits, eps, x, mixed), None, "batch")
+    return constrain(add_mlp(layer, config.traits, eps, x), None, "batch"), extra
 
 
 def _run_layers(
@@ -187,17 +191,31 @@ def extend(
     return Hidden(hidden.final[:, :rows], hidden.features[:, :rows]), tuple(caches)
 
 
-def forward(params: Params, config: TransformerConfig, ids: Array, capture: tuple[int, ...] = ()) -> Hidden:
-    """Whole sequences `ids [N, T]` causally, without a cache: `Hidden` with B = N * T rows (sequence-major)."""
+def forward(
+    params: Params,
+    config: TransformerConfig,
+    ids: Array,
+    capture: tuple[int, ...] = (),
+    segments: Array | None = None,
+    positions: Array | None = None,
+) -> Hidden:
+    """Whole sequences causally, without a cache: `Hidden` with B = N * T rows (sequence-major).
+
+    Args:
+        ids: int32 `[N, T]`. capture: layer ids whose outputs are wanted (-1: the embedding).
+        segments: int32 `[N, T]`, the document of each token, which sees that document alone; None: a row is one.
+        positions: int32 `[N, T]`, place of each token in its document; None: in its row.
+    """
     sequences, length = ids.shape
-    positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), sequences)
+    if positions is None:
+        positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), sequences)
 
     def attend_in(layer: int) -> Attend:
         options = _score_options(config, layer)
-        return lambda q, k, v: (causal_attention(q, k, v, sequences, **options), None)
+        return lambda q, k, v: (causal_attention(q, k, v, sequences, segments=segments, **options), None)
 
     attends = [attend_in(i) for i in range(config.num_layers)]
-    return _run_layers(params, config, ids.reshape(-1), positions, attends, capture)[0]
+    return _run_layers(params, config, ids.reshape(-1), positions.reshape(-1), attends, capture)[0]
 
 
 def _score_options(config: TransformerConfig, layer: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The training loss of block drafters: 0.1 CE + 0.9 TV + 1.0 confidence, position-weighted (section 4).
 
-Every term is a weighted sum over supervised slots divided once by the sum of the weights. With a reduced draft
+Every term is a weighted sum over supervised slots divided once by the sum of the weights of the whole batch, so that it
+does not matter how the batch is split over devices or passes. With a reduced draft
 vocabulary p_d is zero outside it: TV counts the target's mass there, and CE leaves out labels that cannot be drafted.
 Vocabulary-sized tensors exist for a chunk of slots at a time: the weights are known beforehand, so the gradient of a
 chunk is taken along with its value, and nothing of that size is kept or made again.
@@ -18,14 +19,16 @@ import jax.numpy as jnp
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.drafters.heads import confidence_logits, markov_bias
 from dspark_jax.models.layers import gather_rows, linear, linear_rows, softcap
+from dspark_jax.sharding import axis_size, constrain, gathered, stored
 from dspark_jax.training.anchors import BlockTargets, block_targets
+from dspark_jax.training.chunks import join_rows, split_rows
 from dspark_jax.training.forward import BlockStates, block_forward
 
 Array = jax.Array
 Params = dict[str, Any]
 Metrics = dict[str, tuple[Array, Array]]
+Counts = dict[str, Array]  # denominators of the loss terms
 _EPS = 1e-6
-_CHUNK = 512  # slots whose vocabulary-sized tensors are held at once
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Batch(NamedTuple):
         input_ids: int32 `[N, T]`. loss_mask: `[N, T]`, 1 on supervised tokens.
         features: `[N, T, m * D]`, outputs of the target layers. final: `[N, T, D]`, final-normed states.
         normalizer: float32 `[N, T]`, log-sum-exp of the target's logits; None computes it where it is needed.
+        segments: int32 `[N, T]`, number of each token's document in its row, 0 on padding; None: a row is one document.
     """
 
     input_ids: Array
@@ -65,6 +69,7 @@ class Batch(NamedTuple):
     features: Array
     final: Array
     normalizer: Array | None = None
+    segments: Array | None = None
 
 
 class SlotTerms(NamedTuple):
@@ -82,15 +87,42 @@ def draft_ids(frozen: Params) -> Array | None:
     return jnp.arange(frozen["d2t"].shape[0], dtype=jnp.int32) + frozen["d2t"]
 
 
-def target_normalizer(head: Array, final: Array, cap: float = 0.0) -> Array:
+def target_normalizer(head: Array, final: Array, cap: float = 0.0, sequences: int = 1) -> Array:
     """log-sum-exp of the target's logits over the whole vocabulary, float32 `[B]`, for `final [D, B]`, in chunks.
 
-    `cap`: the target's `final_softcap`.
+    Args:
+        cap: the target's `final_softcap`. sequences: N that the B rows belong to, sequence-major.
     """
-    rows = final.shape[1]
-    chunks = jnp.pad(final, ((0, 0), (0, -rows % _CHUNK))).reshape(final.shape[0], -1, _CHUNK)
-    sums = jax.lax.map(lambda x: jax.nn.logsumexp(softcap(linear(head, x), cap), axis=0), jnp.moveaxis(chunks, 1, 0))
-    return sums.reshape(-1)[:rows]
+    rows = final.shape[1] // sequences
+
+    def one(x: Array) -> Array:
+        logits = constrain(linear(head, constrain(x, None, "batch")), "vocab", "batch")
+        return jax.nn.logsumexp(softcap(logits, cap), axis=0)
+
+    return join_rows(jax.lax.map(one, split_rows(final, sequences)), sequences, rows)
+
+
+def vocabulary_lookup(frozen: Params) -> Array | None:
+    """Int32 `[V]`: draft id of every token, -1 where it cannot be drafted; None for a full vocabulary."""
+    ids = draft_ids(frozen)
+    if ids is None:
+        return None
+    table = jnp.full(frozen["head"].shape[0], -1, jnp.int32)
+    return table.at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
+
+
+def draft_head(frozen: Params) -> Array:
+    """The rows of the target's head that the drafter has, `[Vd, D]`."""
+    ids = draft_ids(frozen)
+    return frozen["head"] if ids is None else jnp.take(frozen["head"], ids, axis=0)
+
+
+def pick_rows(table: Array, ids: Array) -> Array:
+    """`table [V, B]` at row `ids [B]` of each column, `[B]`."""
+    if axis_size("tensor") == 1:
+        return jnp.take_along_axis(table, ids[None], axis=0)[0]
+    rows = jax.lax.broadcasted_iota(jnp.int32, table.shape, 0)  # rows are cut: a sum needs no device to hold them all
+    return jnp.sum(jnp.where(rows == ids, table, 0.0), axis=0)
 
 
 def slot_terms(
@@ -112,15 +144,16 @@ def slot_terms(
         labels: int32 `[S]`, draft ids; negative where the label is not in the draft vocabulary.
         cap: soft cap on the target's logits and on the draft's base logits; 0 for none.
     """
-    logits = softcap(linear(head, hidden), cap)  # [Vd, S]
+    logits = softcap(constrain(linear(head, hidden), "vocab", "batch"), cap)  # [Vd, S]
     if vectors.shape[0]:
-        logits = logits + markov_bias(params, vectors)
+        logits = logits + constrain(markov_bias(params, vectors), "vocab", "batch")
     log_draft = jax.nn.log_softmax(logits, axis=0)
-    target_logits = softcap(jax.lax.stop_gradient(linear_rows(head, final)), cap)
+    target_logits = constrain(jax.lax.stop_gradient(linear_rows(head, final)), "vocab", "batch")
+    target_logits = softcap(target_logits, cap)
     target = jax.nn.softmax(target_logits, 0) if normalizer is None else jnp.exp(target_logits - normalizer)
     outside = jnp.maximum(1.0 - jnp.sum(target, axis=0), 0.0) if normalizer is not None else 0.0
     l1 = jnp.sum(jnp.abs(jnp.exp(log_draft) - target), axis=0) + outside
-    picked = jnp.take_along_axis(log_draft, jnp.maximum(labels, 0)[None], axis=0)[0]
+    picked = pick_rows(log_draft, jnp.maximum(labels, 0))
     return SlotTerms(-picked, l1, (labels >= 0).astype(jnp.float32))
 
 
@@ -132,33 +165,33 @@ def all_slot_terms(
     normalizer: Array | None,
     labels: Array,
     weights: tuple[Array | None, Array | None],
+    sequences: int,
     cap: float = 0.0,
 ) -> tuple[Array, SlotTerms]:
-    """`slot_terms` of all S slots, `_CHUNK` at a time, and their weighted sum.
+    """`slot_terms` of all S slots, a chunk at a time, and their weighted sum.
 
     Args:
         params, head, final, normalizer, labels, cap: as `slot_terms` takes them.
         states: hidden `[D, S]`, vectors `[r, S]`.
         weights: of CE and of the l1 distance, `[S]` each; None leaves the term out of the sum, and its gradient undone.
+        sequences: N that the slots belong to, sequence-major.
 
     Returns:
         The sum, float32 `[]`, whose gradient reaches `states` and `markov.w2` only; the terms carry none.
     """
-    rows = labels.shape[0]
-    padding = -rows % _CHUNK
+    rows = labels.shape[0] // sequences
 
-    def chunked(x: Array | None, value: float = 0) -> Array | None:
+    def chunked(x: Array | None, value: float = 0) -> Array | None:  # [C, ..., chunk]
         if x is None:
             return None
-        flat = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)], constant_values=value)
-        shape = (*x.shape[:-1], (rows + padding) // _CHUNK, _CHUNK)  # no -1: vectors may have no rows at all
-        return jnp.moveaxis(flat.reshape(shape), -2, 0)  # [C, ..., chunk]
+        x = split_rows(x, sequences, value=value)
+        return constrain(x, *(None,) * (x.ndim - 1), "batch")
 
-    final = jnp.pad(final, ((0, padding), (0, 0))).reshape(-1, _CHUNK, final.shape[1])  # [C, chunk, D]
+    final = constrain(split_rows(final, sequences, axis=0), None, "batch", None)  # [C, chunk, D]
     fixed = (final, chunked(normalizer), chunked(labels, -1), tuple(chunked(w) for w in weights))
-    w2 = params["markov"]["w2"] if states.vectors.shape[0] else None
+    w2 = gathered({"w2": params["markov"]["w2"]})["w2"] if states.vectors.shape[0] else None
     total, terms = _chunk_sums(w2, chunked(states.hidden), chunked(states.vectors), head, fixed, cap)
-    return total, SlotTerms(*(jax.lax.stop_gradient(x.reshape(-1)[:rows]) for x in terms))
+    return total, SlotTerms(*(jax.lax.stop_gradient(join_rows(x, sequences, rows)) for x in terms))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -178,9 +211,10 @@ def _chunk_sums_forward(
 
     def body(dw2: Array | None, chunk: tuple) -> tuple:
         (value, terms), (step, *grads) = grad(w2, chunk[0], chunk[1], head, chunk[2], cap)
-        return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), dw2, step), (value, terms, grads)
+        added = jax.tree.map(lambda x, y: x + stored({"w2": y})["w2"].astype(jnp.float32), dw2, step)
+        return added, (value, terms, grads)
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), w2)
+    zeros = jax.tree.map(lambda x: stored({"w2": jnp.zeros(x.shape, jnp.float32)})["w2"], w2)
     scanned: tuple = jax.lax.scan(body, zeros, (hidden, vectors, fixed))
     dw2, (sums, terms, grads) = scanned
     dw2 = jax.tree.map(lambda x, y: x.astype(y.dtype), dw2, w2)
@@ -210,6 +244,27 @@ def position_weights(supervised: Array, decay: float) -> Array:
     return supervised * (jnp.exp(-slots / decay) if decay > 0 else jnp.ones_like(slots))
 
 
+def block_counts(
+    frozen: Params,
+    loss: LossConfig,
+    block_size: int,
+    input_ids: Array,
+    loss_mask: Array,
+    anchors: Array,
+    keep: Array,
+    segments: Array | None = None,
+) -> Counts:
+    """Denominators of `block_loss`: sums of the position weights, of all slots and of those whose label can be drafted.
+
+    Those of several passes are added up and given to each. Arguments as `block_loss` takes them.
+    """
+    targets = block_targets(input_ids, loss_mask, anchors, keep, block_size, segments)
+    weights = position_weights(targets.supervised.astype(jnp.float32), loss.decay)  # [N, A, K]
+    lookup = vocabulary_lookup(frozen)
+    drafted = weights if lookup is None else weights * (jnp.take(lookup, targets.labels) >= 0)
+    return {"weights": jnp.sum(weights), "in_vocab": jnp.sum(drafted)}
+
+
 def block_loss(
     trainable: Params,
     frozen: Params,
@@ -219,6 +274,8 @@ def block_loss(
     anchors: Array,
     keep: Array,
     compute_dtype: Any,
+    counts: Counts | None = None,
+    remat: bool = False,
 ) -> tuple[Array, Metrics]:
     """Loss of a batch.
 
@@ -226,18 +283,26 @@ def block_loss(
         trainable: float32 masters; products run in `compute_dtype`.
         frozen: `embed [V, D]`, `head [V, D]` of the target, `d2t` for a reduced vocabulary.
         anchors: int32 `[N, A]`. keep: bool `[N, A]`.
+        counts: what the terms are divided by, where this batch is a part of a larger one; its own without.
+        remat: compute the layers' inner values again in the backward pass instead of keeping them.
 
     Returns:
         The loss, float32 `[]`, and metrics as (sum, count) pairs.
     """
     params = jax.tree.map(lambda x: x.astype(compute_dtype), trainable)
     frozen = {k: (v if k == "d2t" else v.astype(compute_dtype)) for k, v in frozen.items()}
-    targets = block_targets(batch.input_ids, batch.loss_mask, anchors, keep, config.block_size)
+    targets = block_targets(batch.input_ids, batch.loss_mask, anchors, keep, config.block_size, batch.segments)
+    if counts is None:
+        rest = batch.input_ids, batch.loss_mask, anchors, keep, batch.segments
+        counts = block_counts(frozen, loss, config.block_size, *rest)
     features = batch.features.astype(compute_dtype)
-    states = block_forward(params, frozen["embed"], config, features, anchors, keep, targets)
+    embed = frozen["embed"]
+    states = block_forward(params, embed, config, features, anchors, keep, targets, batch.segments, remat=remat)
     shape = targets.labels.shape
     weights = position_weights(targets.supervised.astype(jnp.float32), loss.decay)  # [N, A, K]
-    total, terms = _slot_terms_of_batch(params, frozen, states, batch, targets, loss, weights, config.final_softcap)
+    total, terms = _slot_terms_of_batch(
+        params, frozen, states, batch, targets, loss, weights, counts, config.final_softcap
+    )
     ce, l1, in_vocab = (x.reshape(shape) for x in terms)
     accept = jnp.clip(1 - 0.5 * l1, 0.0, 1.0)
     sums = {
@@ -249,14 +314,15 @@ def block_loss(
         confidence = confidence_logits(params, config, states.hidden, targets.prev_ids.reshape(-1)).reshape(shape)
         bce = jnp.maximum(confidence, 0) - confidence * accept + jnp.log1p(jnp.exp(-jnp.abs(confidence)))
         sums["confidence_loss"] = (jnp.sum(bce * weights), jnp.sum(weights))
-        total = total + loss.confidence * _mean(*sums["confidence_loss"])
+        total = total + loss.confidence * mean(sums["confidence_loss"][0], counts["weights"])
     scales = {"ce_loss": loss.ce, "l1_loss": loss.tv, "confidence_loss": loss.confidence}
     sums = {name: pair for name, pair in sums.items() if scales[name] > 0}
     metrics = sums | slot_metrics(accept, targets, weights, confidence) | anchor_metrics(batch.loss_mask, targets, keep)
     return total, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
-def _mean(num: Array, den: Array) -> Array:
+def mean(num: Array, den: Array) -> Array:
+    """A mean from its sums; 0 where there is nothing."""
     return num / (den + _EPS)
 
 
@@ -268,33 +334,32 @@ def _slot_terms_of_batch(
     targets: BlockTargets,
     loss: LossConfig,
     weights: Array,
+    counts: Counts,
     cap: float,
 ) -> tuple[Array, SlotTerms]:
     """Gathers the aligned target states and labels of all slots; the loss of CE and TV, and the terms `[N * A * K]`.
 
-    `weights`: float32 `[N, A, K]`, of the positions. `cap`: soft cap on logits, 0 for none.
+    `weights`: float32 `[N, A, K]`, of the positions. `counts`: their sums. `cap`: soft cap on logits, 0 for none.
     """
-    ids = draft_ids(frozen)
-    length = batch.input_ids.shape[1]
-    rows = jnp.arange(batch.input_ids.shape[0])[:, None, None] * length
-    source = (rows + targets.target_positions).reshape(-1)  # position anchor + k, [N * A * K]
-    flat = batch.final.reshape(-1, batch.final.shape[-1])
-    labels, normalizer, head = targets.labels.reshape(-1), None, frozen["head"]
-    if ids is not None:
-        if batch.normalizer is None:
-            everywhere = jax.lax.stop_gradient(target_normalizer(frozen["head"], flat.T, cap))
-        else:
-            everywhere = batch.normalizer.reshape(-1)
-        normalizer = jnp.take(everywhere, source)
-        lookup = jnp.full(frozen["head"].shape[0], -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
-        labels, head = jnp.take(lookup, labels), jnp.take(frozen["head"], ids, axis=0)
+    sequences = batch.input_ids.shape[0]
+    source = targets.target_positions.reshape(sequences, -1)  # position anchor + k, [N, A * K]
+    final = jax.vmap(gather_rows)(batch.final, source)  # [N, A * K, D]
+    labels, normalizer, lookup = targets.labels.reshape(-1), None, vocabulary_lookup(frozen)
+    if lookup is not None:
+        everywhere = batch.normalizer
+        if everywhere is None:
+            flat = batch.final.reshape(-1, batch.final.shape[-1]).T
+            everywhere = jax.lax.stop_gradient(target_normalizer(frozen["head"], flat, cap, sequences))
+        normalizer = jnp.take_along_axis(everywhere.reshape(sequences, -1), source, axis=1).reshape(-1)
+        labels = jnp.take(lookup, labels)
     weights = weights.reshape(-1)
     in_vocab = weights * (labels >= 0)
     scaled = (
-        loss.ce * _mean(in_vocab, jnp.sum(in_vocab)) if loss.ce > 0 else None,
-        loss.tv * _mean(weights, jnp.sum(weights)) if loss.tv > 0 else None,
+        loss.ce * mean(in_vocab, counts["in_vocab"]) if loss.ce > 0 else None,
+        loss.tv * mean(weights, counts["weights"]) if loss.tv > 0 else None,
     )
-    return all_slot_terms(params, head, states, gather_rows(flat, source), normalizer, labels, scaled, cap)
+    rows = final.reshape(-1, final.shape[-1])
+    return all_slot_terms(params, draft_head(frozen), states, rows, normalizer, labels, scaled, sequences, cap)
 
 
 def slot_metrics(accept: Array, targets: BlockTargets, weights: Array, confidence: Array | None) -> Metrics:

@@ -6,7 +6,8 @@ steps by their own position alone, so a query sees what it would see in decoding
 
 Eagle3's loss is the soft cross entropy -sum_v p_t log p_d, summed over supervised positions and divided by all N * T
 positions, step s weighted by exp(-s / decay) (decay 4.48 is the reference's 0.8^s). MTP has one step and the terms of
-`LossConfig`: CE to the data token and TV, over supervised positions. Letters: N sequences, T tokens, D hidden.
+`LossConfig`: CE to the data token and TV, over supervised positions. In packed rows nothing reaches from one document
+into another. Letters: N sequences, T tokens, D hidden.
 """
 
 from __future__ import annotations
@@ -24,14 +25,26 @@ from dspark_jax.drafters.mtp import MTPConfig
 from dspark_jax.drafters.recurrent import Model, advance
 from dspark_jax.models.layers import linear, linear_rows, softcap
 from dspark_jax.models.transformer import Hidden
+from dspark_jax.sharding import constrain
+from dspark_jax.training.anchors import document_positions
+from dspark_jax.training.chunks import join_rows, split_rows
 from dspark_jax.training.forward import BlockStates
-from dspark_jax.training.losses import Batch, LossConfig, Metrics, all_slot_terms, draft_ids, target_normalizer
+from dspark_jax.training.losses import (
+    Batch,
+    Counts,
+    LossConfig,
+    Metrics,
+    all_slot_terms,
+    draft_head,
+    draft_ids,
+    mean,
+    target_normalizer,
+    vocabulary_lookup,
+)
 
 Array = jax.Array
 Params = dict[str, Any]
-_EPS = 1e-6
 _MASKED = -1e30
-_CHUNK = 512  # rows whose vocabulary-sized tensors are held at once
 
 
 class StepTerms(NamedTuple):
@@ -54,14 +67,28 @@ def check_loss(config: Eagle3Config | MTPConfig, loss: LossConfig) -> None:
         raise ValueError(f"loss.tv {loss.tv}: Eagle3 trains on the soft cross entropy alone, must be 0")
 
 
-def sequence_lengths(loss_mask: Array) -> Array:
-    """Int32 `[N]`: tokens up to the last supervised one, which is where training sequences end; 0 without any."""
-    return jnp.max(jnp.where(loss_mask > 0, jnp.arange(1, loss_mask.shape[1] + 1), 0), axis=1).astype(jnp.int32)
-
-
 def shift(x: Array, by: int) -> Array:
     """Moves `x [N, T]` left by `by` columns, zeros come in."""
     return jnp.pad(x[:, by:], ((0, 0), (0, min(by, x.shape[1]))))
+
+
+def reaches(segments: Array | None, by: int, like: Array) -> Array:
+    """Bool `[N, T]`: whether the token `by` columns further on belongs to the same document; `like [N, T]`: any."""
+    inside = jnp.arange(like.shape[1]) + by < like.shape[1]
+    return jnp.broadcast_to(inside, like.shape) if segments is None else inside & (shift(segments, by) == segments)
+
+
+def with_successor(loss_mask: Array, segments: Array | None) -> Array:
+    """Float32 `[N, T]`: supervised tokens but the last one of each document, which has nothing left to draft."""
+    mask = loss_mask > 0
+    length = mask.shape[1]
+    where = jnp.where(mask, jnp.arange(length), length)
+    following = jax.lax.cummin(where, axis=1, reverse=True)  # first supervised token from here on
+    following = jnp.pad(following[:, 1:], ((0, 0), (0, 1)), constant_values=length)  # and behind here, T without any
+    some = following < length
+    if segments is not None:
+        some &= jnp.take_along_axis(segments, jnp.minimum(following, length - 1), axis=1) == segments
+    return (mask & some).astype(jnp.float32)
 
 
 def unroll(model: Model, params: Params, config: Any, embed: Array, batch: Batch, steps: int) -> list[Array]:
@@ -77,13 +104,15 @@ def unroll(model: Model, params: Params, config: Any, embed: Array, batch: Batch
     else:
         state = model.enter(params, config, Hidden(flat(batch.final).T.astype(jnp.float32), jnp.zeros((0, 0))))
     position = jnp.tile(jnp.arange(length), sequences)
+    if batch.segments is not None:
+        position = document_positions(batch.segments).reshape(-1)
     keys: tuple[tuple[Array, Array], ...] = ()
     states = []
 
     @partial(jax.checkpoint, static_argnums=(3,))
     def step(params: Params, state: Array, keys: tuple, number: int) -> tuple[Array, tuple[Array, Array]]:
         ids = shift(batch.input_ids, number + 1).reshape(-1)
-        attend = _attention(keys, sequences, config.score_scale, params["norm"].dtype)
+        attend = _attention(keys, sequences, config.score_scale, params["norm"].dtype, batch.segments)
         return advance(model, params | {"embed": embed}, config, ids, state, position + number, attend)
 
     for number in range(steps):
@@ -93,10 +122,12 @@ def unroll(model: Model, params: Params, config: Any, embed: Array, batch: Batch
     return states
 
 
-def _attention(earlier: tuple[tuple[Array, Array], ...], sequences: int, scale: float, dtype: Any) -> Callable:
+def _attention(
+    earlier: tuple[tuple[Array, Array], ...], sequences: int, scale: float, dtype: Any, segments: Array | None
+) -> Callable:
     """Attention of step s: causal to step 0's keys, and to the same position's of steps 1 .. s; keeps keys and values.
 
-    `earlier` and what is kept: keys and values `[G, hd, N * T]` of each step.
+    `earlier` and what is kept: keys and values `[G, hd, N * T]` of each step. `segments`: documents of packed rows.
     """
 
     def by_sequence(x: Array) -> Array:  # [..., hd, N * T] -> [..., hd, N, T]
@@ -108,7 +139,10 @@ def _attention(earlier: tuple[tuple[Array, Array], ...], sequences: int, scale: 
         query = by_sequence(q * scale)  # [G, Q, hd, N, T]
         length = query.shape[-1]
         far = jnp.einsum("gqhnt,ghns->ngqts", query, first_k, preferred_element_type=jnp.float32)
-        far = jnp.where(jnp.tril(jnp.ones((length, length), bool)), far, _MASKED)
+        seen = jnp.tril(jnp.ones((length, length), bool))  # [T, T]
+        if segments is not None:
+            seen = (seen & (segments[:, None] == segments[..., None]))[:, None, None]  # [N, 1, 1, T, T]
+        far = jnp.where(seen, far, _MASKED)
         near = [jnp.sum(query * by_sequence(key)[:, None], axis=2, dtype=jnp.float32) for key, _ in chunks[1:]]
         near = [jnp.transpose(x, (2, 0, 1, 3))[..., None] for x in near]  # [N, G, Q, T, 1]
         weights = jax.nn.softmax(jnp.concatenate([far, *near], axis=-1), axis=-1)  # [N, G, Q, T, T + s]
@@ -130,49 +164,60 @@ def eagle3_loss(
     loss: LossConfig,
     batch: Batch,
     compute_dtype: Any,
+    counts: Counts | None = None,
     lengths: Array | None = None,
 ) -> tuple[Array, Metrics]:
     """Eagle3's loss of a batch.
 
     Args:
         trainable: float32 masters; products run in `compute_dtype`. frozen: as `losses.block_loss` takes it.
-        lengths: int32 `[N]`, tokens of each sequence; by default up to the last supervised one.
+        counts: from `eagle3_counts`, of a larger batch that this one is a part of; its own without.
+        lengths: int32 `[N]`, tokens of each (unpacked) sequence; by default documents end at their last supervised one.
 
     Returns:
         The loss, float32 `[]`, and metrics as (sum, count) pairs.
     """
     params, frozen = _cast(trainable, frozen, compute_dtype)
-    lengths = sequence_lengths(batch.loss_mask) if lengths is None else lengths
+    counts = eagle3_counts(batch.input_ids) if counts is None else counts
     sequences, length = batch.input_ids.shape
     steps = config.train_steps
     states = unroll(eagle3.MODEL, params, config, frozen["embed"], batch, steps)
     inputs = [eagle3.MODEL.read(params, config, state) for state in states]  # [D, N * T] each
-    inside = jnp.arange(length) < lengths[:, None] - 1  # the last token has no successor
-    mask = jnp.where(inside, batch.loss_mask.astype(jnp.float32), 0.0)
-    masks = jnp.stack([shift(mask, s) for s in range(steps)])  # [S, N, T]
+    if lengths is None:
+        mask = with_successor(batch.loss_mask, batch.segments)
+    else:
+        mask = jnp.where(jnp.arange(length) < lengths[:, None] - 1, batch.loss_mask.astype(jnp.float32), 0.0)
+    masks = jnp.stack([shift(mask, s) * reaches(batch.segments, s, mask) for s in range(steps)])  # [S, N, T]
     scale = jnp.exp(-jnp.arange(steps) / loss.decay) if loss.decay > 0 else jnp.ones(steps)
-    weights = loss.ce * scale[:, None, None] * masks / (sequences * length)
+    weights = loss.ce * scale[:, None, None] * masks / counts["positions"]
     finals = [jnp.pad(batch.final[:, s + 1 :], ((0, 0), (0, min(s + 1, length)), (0, 0))) for s in range(steps)]
     total, terms = _soft_terms(inputs, finals, frozen, weights, config.final_softcap)
     by_step = StepTerms(*(x.reshape(steps, sequences, length) for x in terms))
-    metrics = step_metrics(by_step, masks) | {
+    share = sequences * length / counts["positions"]  # of the whole batch
+    metrics = step_metrics(by_step, masks, share) | {
         f"ploss_{s}": (jnp.sum(by_step.ce[s] * masks[s]), jnp.float32(sequences * length)) for s in range(steps)
     }
     return total, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
-def step_metrics(terms: StepTerms, masks: Array) -> Metrics:
+def eagle3_counts(input_ids: Array) -> Counts:
+    """Denominator of Eagle3's loss: all positions, padding included, as in the reference."""
+    return {"positions": jnp.float32(input_ids.size)}
+
+
+def step_metrics(terms: StepTerms, masks: Array, share: Array) -> Metrics:
     """Accuracy and accept rate of each step, supervised positions, and expected accepted lengths (tau).
 
     Args:
         terms: `[S, N, T]` each. masks: `[S, N, T]`, 1 where the position counts in that step.
+        share: float32 `[]`, the part of a batch that these sequences are; supervised positions are counted per batch.
     """
     metrics: Metrics = {}
     for s in range(masks.shape[0]):
         count = jnp.sum(masks[s])
         metrics[f"accuracy@{s}"] = (jnp.sum(terms.correct[s] * masks[s]), count)
         metrics[f"accept_rate@{s}"] = (jnp.sum(terms.accept[s] * masks[s]), count)
-        metrics[f"valid_tokens@{s}"] = (count, jnp.float32(1))
+        metrics[f"valid_tokens@{s}"] = (count, share)
     starts = jnp.sum(masks[0])
     for name, rate in (("tau_greedy", terms.correct), ("tau_probabilistic", terms.accept)):
         survival = jnp.sum(jnp.cumprod(rate * masks, axis=0), axis=0)  # [N, T]
@@ -188,34 +233,37 @@ def _cast(trainable: Params, frozen: Params, dtype: Any) -> tuple[Params, Params
 def _soft_terms(
     inputs: list[Array], finals: list[Array], frozen: Params, weights: Array, cap: float
 ) -> tuple[Array, StepTerms]:
-    """Weighted sum of the soft cross entropies of all steps, in chunks, and the terms `[S * N * T]` of each row.
+    """Weighted sum of the soft cross entropies of all steps, in chunks, and the terms `[S, N * T]` of each row.
 
     Args:
         inputs: what the head reads, `[D, N * T]` a step. finals: aligned target states `[N, T, D]` a step.
         weights: float32 `[S, N, T]`. cap: soft cap on logits, 0 for none.
     """
-    ids = draft_ids(frozen)
-    head = frozen["head"] if ids is None else jnp.take(frozen["head"], ids, axis=0)
+    ids, head = draft_ids(frozen), draft_head(frozen)
     whole = (frozen["head"], ids) if ids is not None else None
-    rows = weights.size
-    padding = -rows % _CHUNK
-    chunks = (rows + padding) // _CHUNK
-    hidden = jnp.pad(jnp.concatenate(inputs, axis=1), ((0, 0), (0, padding)))  # [D, S * N * T + padding]
-    hidden = jnp.moveaxis(hidden.reshape(-1, chunks, _CHUNK), 1, 0)  # [C, D, chunk]
-    final = jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in finals])
-    final = jnp.pad(final, ((0, padding), (0, 0))).reshape(chunks, _CHUNK, -1)
-    scaled = jnp.pad(weights.reshape(-1), (0, padding)).reshape(chunks, _CHUNK)
+    steps, sequences, length = weights.shape
+    hidden = jnp.concatenate([split_rows(x, sequences) for x in inputs])  # [S * C, D, chunk]
+    final = jnp.concatenate([split_rows(x.reshape(-1, x.shape[-1]), sequences, axis=0) for x in finals])
+    scaled = jnp.concatenate([split_rows(x.reshape(-1), sequences) for x in weights])  # [S * C, chunk]
+    hidden, final = constrain(hidden, None, None, "batch"), constrain(final, None, "batch", None)
     total, terms = _chunked(hidden, head, whole, final, scaled, cap)
-    return total, StepTerms(*(jax.lax.stop_gradient(x.reshape(-1)[:rows]) for x in terms))
+
+    def by_step(x: Array) -> Array:
+        return jnp.stack([join_rows(part, sequences, length) for part in x.reshape(steps, -1, x.shape[1])])
+
+    return total, StepTerms(*(jax.lax.stop_gradient(by_step(x)) for x in terms))
 
 
 def _soft_chunk(
     hidden: Array, head: Array, whole: tuple[Array, Array] | None, final: Array, weights: Array, cap: float
 ) -> Any:
     """Weighted sum of one chunk, and its terms. `whole`: the full head `[V, D]`, of which `head` has the rows `ids`."""
-    log_draft = jax.nn.log_softmax(softcap(linear(head, hidden), cap), axis=0)  # [Vd, chunk]
-    logits = softcap(linear_rows(head, final), cap)
-    full = softcap(linear_rows(whole[0], final), cap) if whole is not None else logits
+    draft = constrain(linear(head, hidden), "vocab", "batch")
+    log_draft = jax.nn.log_softmax(softcap(draft, cap), axis=0)  # [Vd, chunk]
+    logits = softcap(constrain(linear_rows(head, final), "vocab", "batch"), cap)
+    full = logits
+    if whole is not None:
+        full = softcap(constrain(linear_rows(whole[0], final), "vocab", "batch"), cap)
     target = jnp.exp(logits - jax.nn.logsumexp(full, axis=0))
     ce = -jnp.sum(target * log_draft, axis=0)
     accept = jnp.sum(jnp.minimum(target, jnp.exp(log_draft)), axis=0)
@@ -253,31 +301,53 @@ def _chunked_backward(cap: float, grad: Array, cotangent: tuple[Array, StepTerms
 _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
+def mtp_counts(frozen: Params, input_ids: Array, loss_mask: Array, segments: Array | None = None) -> Counts:
+    """Denominators of MTP's loss: positions that count, and those whose label can be drafted."""
+    labels, weights = _mtp_labels(input_ids, loss_mask, segments)
+    lookup = vocabulary_lookup(frozen)
+    drafted = weights if lookup is None else weights * (jnp.take(lookup, labels) >= 0)
+    return {"weights": jnp.sum(weights), "in_vocab": jnp.sum(drafted)}
+
+
+def _mtp_labels(input_ids: Array, loss_mask: Array, segments: Array | None) -> tuple[Array, Array]:
+    """What each position predicts, int32 `[N * T]`, and whether it counts, float32 `[N * T]`."""
+    weights = shift(loss_mask.astype(jnp.float32), 2) * reaches(segments, 2, input_ids)
+    return shift(input_ids, 2).reshape(-1), weights.reshape(-1)
+
+
 def mtp_loss(
-    trainable: Params, frozen: Params, config: MTPConfig, loss: LossConfig, batch: Batch, compute_dtype: Any
+    trainable: Params,
+    frozen: Params,
+    config: MTPConfig,
+    loss: LossConfig,
+    batch: Batch,
+    compute_dtype: Any,
+    counts: Counts | None = None,
 ) -> tuple[Array, Metrics]:
     """MTP's loss of a batch: position i counts where the token i + 2, which it predicts, is supervised.
 
     Arguments and result as `eagle3_loss`; the terms are those of `losses.block_loss`.
     """
     params, frozen = _cast(trainable, frozen, compute_dtype)
+    if counts is None:
+        counts = mtp_counts(frozen, batch.input_ids, batch.loss_mask, batch.segments)
     sequences, length = batch.input_ids.shape
     state = unroll(mtp.MODEL, params, config, frozen["embed"], batch, 1)[0]  # [D, N * T]
-    labels = shift(batch.input_ids, 2).reshape(-1)
-    weights = shift(batch.loss_mask.astype(jnp.float32), 2).reshape(-1)
+    labels, weights = _mtp_labels(batch.input_ids, batch.loss_mask, batch.segments)
     final = jnp.pad(batch.final[:, 1:], ((0, 0), (0, 1), (0, 0))).reshape(sequences * length, -1)
-    ids, normalizer, head = draft_ids(frozen), None, frozen["head"]
-    if ids is not None:
-        normalizer = jax.lax.stop_gradient(target_normalizer(head, final.T, config.final_softcap))
-        lookup = jnp.full(head.shape[0], -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
-        labels, head = jnp.take(lookup, labels), jnp.take(head, ids, axis=0)
+    normalizer, lookup = None, vocabulary_lookup(frozen)
+    if lookup is not None:
+        normalizer = target_normalizer(frozen["head"], final.T, config.final_softcap, sequences)
+        normalizer = jax.lax.stop_gradient(normalizer)
+        labels = jnp.take(lookup, labels)
     in_vocab = weights * (labels >= 0)
     scaled = (
-        loss.ce * in_vocab / (jnp.sum(in_vocab) + _EPS) if loss.ce > 0 else None,
-        loss.tv * weights / (jnp.sum(weights) + _EPS) if loss.tv > 0 else None,
+        loss.ce * mean(in_vocab, counts["in_vocab"]) if loss.ce > 0 else None,
+        loss.tv * mean(weights, counts["weights"]) if loss.tv > 0 else None,
     )
     states = BlockStates(mtp.MODEL.read(params, config, state), jnp.zeros((0, sequences * length)))
-    total, terms = all_slot_terms(params, head, states, final, normalizer, labels, scaled, config.final_softcap)
+    head, cap = draft_head(frozen), config.final_softcap
+    total, terms = all_slot_terms(params, head, states, final, normalizer, labels, scaled, sequences, cap)
     accept = jnp.clip(1 - 0.5 * terms.l1, 0.0, 1.0)
     metrics: Metrics = {"accept_rate@0": (jnp.sum(accept * weights), jnp.sum(weights))}
     metrics["tau_probabilistic"] = (jnp.sum((1 + accept) * weights), jnp.sum(weights))

@@ -13,11 +13,14 @@ from dspark_jax.drafters.config import DrafterConfig, layer_fields
 from dspark_jax.drafters.eagle3 import Eagle3Config
 from dspark_jax.drafters.mtp import MTPConfig
 from dspark_jax.models.config import TransformerConfig
+from dspark_jax.sharding import MeshShape
 from dspark_jax.training.losses import LossConfig
 from dspark_jax.training.objectives import TrainableConfig
 
 COMPUTE_DTYPES = ("auto", "bfloat16", "float32")
 KINDS = ("dspark", "eagle3", "mtp")
+STATES = ("online", "cache", "fill")
+CACHE_KINDS = ("auto", "bfloat16", "float32", "int8", "fp8")
 
 
 @dataclass(frozen=True)
@@ -65,15 +68,23 @@ class TrainSettings:
     Attributes:
         records: JSONL files of regenerated answers.
         target: a folder, GGUF file or hub id; None: the embedded one.
-        output: folder for checkpoints, logs and the drafter (OUTPUT/drafter).
-        cache: folder of the hidden-state cache, filled first where samples are missing.
-        online: compute hidden states inside the training step; nothing is cached on disk.
+        output: folder for checkpoints, logs and the drafter (OUTPUT/drafter; the best one of all evaluations is
+            OUTPUT/best). Runs of several processes need one that all of them see.
+        states: where the target's hidden states come from. online: computed inside the training step, nothing on disk;
+            cache: computed first where the cache lacks them, and read from it; fill: the first epoch computes them
+            online and writes the cache while it trains, later epochs read it.
+        cache: folder of the hidden-state cache.
+        cache_kind: how it stores states: bfloat16, float32, int8 or fp8 (with scales), or auto, the compute dtype.
         initial: a drafter's folder or hub id whose weights (and draft vocabulary) the run starts from; random without.
         drafter: shape of the drafter.
         loss: weights of the loss terms.
         epochs: passes over the samples.
         steps: number of updates, in place of epochs; 0: by epochs.
-        batch_size: N, sequences of an update.
+        batch_size: N, sequences of an update (rows, where they are packed), over all devices.
+        micro_batches: M, passes that an update is split into, N / M sequences each; gradients add up in float32.
+        pack: put several samples into one row of max_length tokens; they do not see each other.
+        buckets: lengths of batches, ascending; each batch has the shortest that its samples fit in, max_length being
+            the last; none: all batches have max_length tokens. Each length is compiled once.
         num_anchors: A, blocks of a sequence.
         max_length: T, tokens of a sequence; the rest is cut.
         min_loss_tokens: samples with fewer supervised tokens are left out.
@@ -84,26 +95,39 @@ class TrainSettings:
         ema: decay of the average of the weights that is exported and evaluated; 0: none, the weights themselves.
         compute_dtype: of the products: bfloat16, float32, or auto (bfloat16 where the device multiplies it fast).
         seed: of the weights, the order of the samples and the anchors.
+        remat: compute the drafter's layers again in the backward pass in place of keeping what is in them: slower,
+            with less memory.
         checkpoint_every: updates between two checkpoints, each with an export of the drafter; 0: only at the end.
-        eval_every: updates between two measurements of the accepted length; 0: only at the end.
+        keep_checkpoints: newest checkpoints that stay on the disk; the one of the best drafter stays too.
+        eval_every: updates between two evaluations, each with a checkpoint; 0: only at the end.
         log_every: updates between two lines of the log.
-        eval_samples: the last samples of the records, kept out of training: their prompts measure the accepted length.
+        eval_samples: the last samples of the records, kept out of training: their losses, and the accepted length after
+            their prompts (where one process has all devices), judge the drafter.
         eval_tokens: tokens generated for each of them.
         devices: number of devices to use at most; 0: all.
+        mesh: devices along the axes data, fsdp and tensor.
         resume: go on from the output folder's last checkpoint, if there is one.
+        distributed: one of several processes that train together (a TPU pod, GPU nodes). On TPU pods, and under Slurm
+            or Open MPI, they find each other; else give the three fields below.
+        coordinator: HOST:PORT of process 0, alike in all processes. process_count: number of processes.
+        process_id: number of this one, from 0.
     """
 
     records: tuple[str, ...] = ()
     target: str | None = None
     output: str = "runs/train"
+    states: str = "cache"
     cache: str = "runs/cache"
-    online: bool = False
+    cache_kind: str = "auto"
     initial: str | None = None
     drafter: DrafterSettings = field(default_factory=DrafterSettings)
     loss: LossConfig = field(default_factory=LossConfig)
     epochs: int = 10
     steps: int = 0
     batch_size: int = 16
+    micro_batches: int = 1
+    pack: bool = False
+    buckets: tuple[int, ...] = ()
     num_anchors: int = 96
     max_length: int = 512
     min_loss_tokens: int = 14
@@ -114,23 +138,32 @@ class TrainSettings:
     ema: float = 0.0
     compute_dtype: str = "auto"
     seed: int = 0
+    remat: bool = False
     checkpoint_every: int = 500
+    keep_checkpoints: int = 2
     eval_every: int = 500
     log_every: int = 10
     eval_samples: int = 16
     eval_tokens: int = 128
     devices: int = 0
+    mesh: MeshShape = field(default_factory=MeshShape)
     resume: bool = True
+    distributed: bool = False
+    coordinator: str = ""
+    process_count: int = 0
+    process_id: int = -1
 
     def __post_init__(self) -> None:
         for name, low in (
             ("epochs", 1),
             ("steps", 0),
             ("batch_size", 1),
+            ("micro_batches", 1),
             ("num_anchors", 1),
             ("max_length", 2),
             ("min_loss_tokens", 0),
             ("checkpoint_every", 0),
+            ("keep_checkpoints", 1),
             ("eval_every", 0),
             ("log_every", 1),
             ("eval_samples", 0),
@@ -146,8 +179,49 @@ class TrainSettings:
             raise ValueError(f"warmup {self.warmup}: a share of the updates, must lie in [0, 1]")
         if not 0 <= self.ema < 1:
             raise ValueError(f"ema {self.ema}: a decay, must lie in [0, 1); 0 switches the average off")
-        if self.compute_dtype not in COMPUTE_DTYPES:
-            raise ValueError(f"compute_dtype {self.compute_dtype!r}: must be one of {COMPUTE_DTYPES}")
+        for name, choices in (("compute_dtype", COMPUTE_DTYPES), ("states", STATES), ("cache_kind", CACHE_KINDS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} {getattr(self, name)!r}: must be one of {choices}")
+        self._check_batches()
+        self._check_processes()
+
+    def _check_batches(self) -> None:
+        if self.batch_size % self.micro_batches:
+            raise ValueError(
+                f"micro_batches {self.micro_batches}: does not divide batch_size {self.batch_size}, the sequences of "
+                "an update"
+            )
+        edges = self.buckets
+        if any(low >= high for low, high in zip(edges, edges[1:], strict=False)):
+            raise ValueError(f"buckets {list(edges)}: lengths must ascend")
+        if edges and self.pack:
+            raise ValueError(
+                f"buckets {list(edges)} with pack: packed rows all have max_length tokens, drop one of them"
+            )
+        if edges and not 2 <= edges[0] <= edges[-1] <= self.max_length:
+            raise ValueError(f"buckets {list(edges)}: lengths must lie in 2..max_length, {self.max_length}")
+
+    def _check_processes(self) -> None:
+        given = {"coordinator": self.coordinator != "", "process_count": self.process_count != 0}
+        given["process_id"] = self.process_id != -1
+        if any(given.values()) and not self.distributed:
+            name = next(name for name, there in given.items() if there)
+            raise ValueError(f"{name} {getattr(self, name)!r}: is for runs of several processes, set distributed too")
+        if any(given.values()) and not all(given.values()):
+            raise ValueError(
+                f"coordinator {self.coordinator!r}, process_count {self.process_count}, process_id {self.process_id}: "
+                "give all three, or none where the processes find each other"
+            )
+        if self.distributed and self.devices:
+            raise ValueError(f"devices {self.devices} with distributed: every process needs all of its devices, give 0")
+        if self.coordinator:
+            host, _, port = self.coordinator.rpartition(":")
+            if not host or not port.isdecimal():
+                raise ValueError(f"coordinator {self.coordinator!r}: must be HOST:PORT of process 0")
+            if not 0 <= self.process_id < self.process_count:
+                raise ValueError(
+                    f"process_id {self.process_id}: must lie in 0..process_count - 1, {self.process_count - 1}"
+                )
 
 
 def resolve_dtype(name: str) -> DTypeLike:

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import dspark_jax
 from dspark_jax.checkpoints import load
 from dspark_jax.checkpoints.load import embedded_drafter_path, embedded_target_path, load_drafter, load_target
+from dspark_jax.sharding import MeshShape, make_mesh
 from tests.checkpoints.gguf_files import random_tensors, recipe, small_config
 
 
@@ -59,14 +59,16 @@ def test_a_tokenizer_of_another_model_is_refused(golden, tmp_path):
         load_target(tmp_path)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_a_mesh_holds_full_copies(devices, golden):
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+@pytest.mark.parametrize("shape", [(1, 1, 1), (8, 1, 1), (2, 2, 2)])
+def test_a_mesh_holds_the_parameters(shape, golden):
+    devices = jax.devices()[: shape[0] * shape[1] * shape[2]]
+    mesh = make_mesh(MeshShape(*shape), devices)
     target = load_target(golden / "targets/llama_tied", dtype=jnp.float32, mesh=mesh)
     drafter = load_drafter(golden / "drafters/dspark_qwen3_gated", dtype=jnp.float32, mesh=mesh)
     for array in jax.tree.leaves((target.params, drafter.params)):
-        assert array.sharding.is_fully_replicated
         assert array.sharding.device_set == set(mesh.devices.flat)
+    cut = target.params["layers"][0]["down"].addressable_shards[0].data
+    assert cut.size * shape[1] * shape[2] == target.params["layers"][0]["down"].size
     plain = load_target(golden / "targets/llama_tied", dtype=jnp.float32)
     jax.tree.map(np.testing.assert_array_equal, plain.params, target.params)
 

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from dspark_jax.models.layers import linear
 from dspark_jax.training.anchors import block_targets
 from dspark_jax.training.forward import BlockStates, block_forward
+from dspark_jax.training.chunks import chunk_size
 from dspark_jax.training.losses import (
     Batch,
     LossConfig,
@@ -107,7 +108,9 @@ def test_each_term_enters_with_its_weight_and_zero_removes_it(name: str) -> None
 def test_a_weight_of_zero_removes_the_cost(name: str, operation: str) -> None:
     """Looks for an operation that only this term brings: in its gradient for CE and TV (metrics need TV's value)."""
     case = load_case("dspark_qwen3_vanilla")
-    shape = "" if name == "confidence" else "300,512"  # the vocabulary-sized tensors
+    sequences, anchors = case.anchors.shape
+    rows = sequences * chunk_size(sequences, anchors * case.config.block_size)
+    shape = "" if name == "confidence" else f"300,{rows}"  # the vocabulary-sized tensors
     assert has_operation(case, case.loss, operation, shape)
     assert not has_operation(case, replace(case.loss, **{name: 0.0}), operation, shape)
 
@@ -185,8 +188,8 @@ def test_a_map_of_the_whole_vocabulary_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("slots", [512, 700])
-def test_chunks_change_neither_terms_nor_gradients(rank: int, slots: int) -> None:
+@pytest.mark.parametrize(("slots", "sequences"), [(512, 1), (700, 1), (1400, 4), (1200, 600)])
+def test_chunks_change_neither_terms_nor_gradients(rank: int, slots: int, sequences: int) -> None:
     rng = np.random.default_rng(1)
     hidden, vectors, final, head, w2 = (
         jnp.asarray(rng.standard_normal(s), jnp.float32)
@@ -198,7 +201,7 @@ def test_chunks_change_neither_terms_nor_gradients(rank: int, slots: int) -> Non
 
     def chunked(hidden: jax.Array, vectors: jax.Array, w2: jax.Array) -> Any:
         params, states = {"markov": {"w2": w2}}, BlockStates(hidden, vectors)
-        total, terms = all_slot_terms(params, head, states, final, normalizer, labels, weights)
+        total, terms = all_slot_terms(params, head, states, final, normalizer, labels, weights, sequences)
         return total**2, terms  # a cotangent other than 1
 
     def whole(hidden: jax.Array, vectors: jax.Array, w2: jax.Array) -> Any:
@@ -212,7 +215,7 @@ def test_chunks_change_neither_terms_nor_gradients(rank: int, slots: int) -> Non
         results.append((scale / slots, terms, jax.tree.map(lambda x, scale=scale: x / scale, grads)))
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), function(hidden, vectors, w2), (value, terms))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), *results)
-    normal = target_normalizer(head, final.T)
+    normal = target_normalizer(head, final.T, sequences=sequences)
     np.testing.assert_allclose(normal, normalizer - 0.3, rtol=1e-5, atol=1e-6)
 
 

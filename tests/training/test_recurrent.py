@@ -21,7 +21,7 @@ from dspark_jax.drafters import eagle3, mtp
 from dspark_jax.drafters.mtp import MTPConfig
 from dspark_jax.models.layers import linear, softcap
 from dspark_jax.training.losses import Batch, LossConfig
-from dspark_jax.training.recurrent import check_loss, eagle3_loss, mtp_loss, sequence_lengths, unroll
+from dspark_jax.training.recurrent import check_loss, eagle3_loss, mtp_loss, unroll, with_successor
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden" / "drafters"
 NAMES = ("eagle3_qwen3", "eagle3_gemma4")
@@ -60,7 +60,8 @@ def run_eagle(
     trainable: Any, frozen: Any, batch: Batch, lengths: Any, config=DRAFTER.config, loss=LOSS, dtype="float32"
 ):
     """Loss, metrics and gradients."""
-    objective = lambda t: eagle3_loss(t, frozen, config, loss, batch, jnp.dtype(dtype), lengths)  # noqa: E731
+    options = {} if lengths is None else {"lengths": lengths}
+    objective = lambda t: eagle3_loss(t, frozen, config, loss, batch, jnp.dtype(dtype), **options)  # noqa: E731
     (total, metrics), grads = jax.value_and_grad(objective, has_aux=True)(trainable)
     return total, metrics, grads
 
@@ -68,7 +69,7 @@ def run_eagle(
 @partial(jax.jit, static_argnames=("config", "loss"))
 def run_loss(trainable: Any, frozen: Any, config=SHORT, loss=LOSS):
     """Loss and metrics alone, by default of two steps."""
-    return eagle3_loss(trainable, frozen, config, loss, BATCH, jnp.float32, LENGTHS)
+    return eagle3_loss(trainable, frozen, config, loss, BATCH, jnp.float32, lengths=LENGTHS)
 
 
 @pytest.mark.parametrize(("name", "atol"), [("eagle3_qwen3", 1e-4), ("eagle3_gemma4", 1e-3)])
@@ -115,21 +116,23 @@ def test_step_weights_and_term_weight() -> None:
 
 def test_padding_and_unsupervised_tails_do_not_matter() -> None:
     """Without lengths a sequence ends at its last supervised token; what lies beyond changes nothing."""
-    lengths = sequence_lengths(BATCH.loss_mask)
-    assert lengths.tolist() == [32, 26]
-    assert sequence_lengths(jnp.zeros((1, 4))).tolist() == [0]
+    ends = [int(np.flatnonzero(row)[-1]) + 1 for row in np.asarray(BATCH.loss_mask)]
+    assert ends == [32, 26]
+    want = np.where(np.arange(32) < np.asarray(ends)[:, None] - 1, np.asarray(BATCH.loss_mask), 0)
+    np.testing.assert_array_equal(with_successor(BATCH.loss_mask, None), want)
+    assert not np.any(with_successor(jnp.zeros((1, 4)), None))
     noise = BATCH._replace(
         input_ids=BATCH.input_ids.at[1, 26:].set(7),
         features=BATCH.features.at[1, 26:].set(3.0),
         final=BATCH.final.at[1, 26:].set(-2.0),
     )
-    one, two = (run_eagle(TRAINABLE, FROZEN, batch, lengths) for batch in (BATCH, noise))
+    one, two = (run_eagle(TRAINABLE, FROZEN, batch, None) for batch in (BATCH, noise))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), one, two)
 
 
 def test_no_supervised_token_gives_zero() -> None:
     empty = BATCH._replace(loss_mask=jnp.zeros_like(BATCH.loss_mask))
-    total, _, grads = run_eagle(TRAINABLE, FROZEN, empty, sequence_lengths(empty.loss_mask))
+    total, _, grads = run_eagle(TRAINABLE, FROZEN, empty, None)
     assert total == 0 and all(not np.any(np.asarray(x)) for x in jax.tree.leaves(grads))
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from dspark_jax.checkpoints.drafters import read_drafter
 from dspark_jax.training.losses import LossConfig
+from dspark_jax.training.prepare import prepare
 from dspark_jax.training.settings import DrafterSettings, TrainSettings
-from dspark_jax.training.trainer import prepare, train
+from dspark_jax.training.trainer import train
 from tests.training.tiny_run import tiny_settings
 
 EAGLE: dict[str, Any] = {
@@ -30,9 +31,9 @@ def settings(folder: Path, fields: dict[str, Any], **more: Any) -> TrainSettings
     return tiny_settings(folder, ema=0.0, checkpoint_every=0, **fields, **more)
 
 
-@pytest.mark.parametrize(("fields", "online"), [(EAGLE, False), (MTP, False), (MTP, True)])
-def test_a_run_trains_exports_and_decodes(tmp_path: Path, fields: dict[str, Any], online: bool) -> None:
-    run = settings(tmp_path, fields, online=online)
+@pytest.mark.parametrize(("fields", "states"), [(EAGLE, "cache"), (MTP, "cache"), (MTP, "online")])
+def test_a_run_trains_exports_and_decodes(tmp_path: Path, fields: dict[str, Any], states: str) -> None:
+    run = settings(tmp_path, fields, states=states)
     state = train(run)
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     totals = [line["total"] for line in lines if "total" in line]
@@ -41,6 +42,7 @@ def test_a_run_trains_exports_and_decodes(tmp_path: Path, fields: dict[str, Any]
     config, params = read_drafter(tmp_path / "out" / "drafter", jnp.bfloat16)
     assert config == prepare(run).config
     np.testing.assert_array_equal(params["norm"], state.best["norm"].astype(jnp.bfloat16))
+    assert any("held_out_total" in line for line in lines)
     raw = json.loads((tmp_path / "out" / "drafter" / "config.json").read_text())
     assert ("step_loss_decay" in raw) == (fields is EAGLE)
 

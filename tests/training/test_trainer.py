@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +15,12 @@ import pytest
 
 from dspark_jax.checkpoints.load import load_drafter
 from dspark_jax.data.records import TrainingSample
-from dspark_jax.training import trainer
+from dspark_jax.sharding import MeshShape
+from dspark_jax.training import prepare, trainer
 from dspark_jax.training.losses import LossConfig
 from dspark_jax.training.settings import TrainSettings, drafter_config
 from dspark_jax.training.step import TrainState
-from tests.training.tiny_run import SHAPE, TARGETS, tiny_settings, write_records
-
-ROOT = Path(__file__).parents[2]
+from tests.training.tiny_run import ROOT, SHAPE, TARGETS, metrics_of, tiny_settings, write_records
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(folder: Path) -> TrainState:
     """The last state of a run that nothing interrupts."""
     return jax.device_get(trainer.train(tiny_settings(folder, "whole")))
-
-
-def metrics_of(folder: Path, output: str) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / output / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if "seconds" not in name} for row in rows]
 
 
 def assert_same(one: TrainState, two: TrainState) -> None:
@@ -63,8 +53,8 @@ def at_step(number: int, action: Callable[[], None], monkeypatch: pytest.MonkeyP
     """Run `action` when the metrics of update `number` are taken in."""
     add, seen = trainer.Log.add, [0]
 
-    def hook(self: trainer.Log, metrics: object) -> None:
-        add(self, metrics)
+    def hook(self: trainer.Log, metrics: object, counts: object) -> None:
+        add(self, metrics, counts)
         seen[0] += 1
         if seen[0] == number:
             action()
@@ -120,21 +110,6 @@ def test_sigterm_saves_and_leaves_with_zero(
     assert_continues(folder, "stopped", whole)
 
 
-def test_sigkill_then_resume(folder: Path, whole: TrainState) -> None:
-    code = (
-        "import sys; from pathlib import Path; from tests.training.tiny_run import tiny_settings\n"
-        "from dspark_jax.training.trainer import train; train(tiny_settings(Path(sys.argv[1]), 'killed'))"
-    )
-    job = subprocess.Popen([sys.executable, "-c", code, str(folder)], cwd=ROOT, stderr=subprocess.PIPE)
-    log = folder / "killed" / "metrics.jsonl"
-    while job.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") >= 4):
-        time.sleep(0.01)
-    job.kill()
-    _, errors = job.communicate()
-    assert log.exists(), errors.decode()[-2000:]
-    assert_continues(folder, "killed", whole)
-
-
 def test_resume_on_another_number_of_devices(folder: Path, whole: TrainState, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         at_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM), patch)
@@ -151,13 +126,13 @@ def test_a_run_starts_from_an_existing_drafter(folder: Path, whole: TrainState) 
     """Its weights and its draft vocabulary, whatever the seed; a drafter of another shape is refused by field."""
     drafter = folder / "whole" / "drafter"
     settings = tiny_settings(folder, "further", initial=str(drafter), seed=5)
-    run = trainer.prepare(settings)
+    run = prepare.prepare(settings)
     weights = dict(load_drafter(drafter).params)
     np.testing.assert_array_equal(run.d2t, weights.pop("d2t"))
-    assert_same(jax.device_get(run.start.params), weights)
+    assert_same(jax.device_get(run.fresh().params), weights)
     wrong = replace(settings, drafter=replace(settings.drafter, block_size=5))
     with pytest.raises(ValueError, match=r"initial .*block_size \d \(this run has 5\)"):
-        trainer.prepare(wrong)
+        prepare.prepare(wrong)
 
 
 def test_finished_run_has_nothing_to_do(folder: Path, whole: TrainState) -> None:
@@ -187,7 +162,7 @@ def test_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
     add = trainer.Log.add
     broken = (np.float32("nan"), np.float32(1))
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Log, "add", lambda self, metrics: add(self, metrics | {"total": broken}))
+        patch.setattr(trainer.Log, "add", lambda self, *a: add(self, a[0] | {"total": broken}, a[1]))
         with pytest.raises(FloatingPointError, match="update 3: the loss is nan"):
             trainer.train(tiny_settings(folder, "diverged", log_every=5))
     assert [path for path in (folder / "diverged" / "checkpoints").iterdir() if path.is_dir()] == []
@@ -201,13 +176,13 @@ def sample(name: str, ids: list[int], prompt: int) -> TrainingSample:
 
 def test_draft_vocabulary_is_the_most_frequent_answers() -> None:
     shape = replace(SHAPE, draft_vocab_size=5)
-    target = trainer.load_target(TARGETS / "llama_tied").config
+    target = prepare.read_target_config(TARGETS / "llama_tied")
     config = drafter_config(shape, target)
     samples = [sample("a", [9, 9, 9, 9, 50, 50, 50, 7, 7], 4), sample("b", [9, 120, 120, 8], 1)]
-    d2t = trainer.draft_vocabulary(samples, config)
+    d2t = prepare.draft_vocabulary(samples, config)
     assert d2t.dtype == np.int32
     assert (d2t + np.arange(5)).tolist() == [0, 7, 8, 50, 120]  # 0 fills the place that is left
-    assert (trainer.draft_vocabulary(samples, config, always=[299]) + np.arange(5)).tolist() == [7, 8, 50, 120, 299]
+    assert (prepare.draft_vocabulary(samples, config, always=[299]) + np.arange(5)).tolist() == [7, 8, 50, 120, 299]
 
 
 @pytest.mark.parametrize(
@@ -268,14 +243,17 @@ def test_fields_out_of_range_are_refused() -> None:
 def test_command_line_overrides_a_config(tmp_path: Path) -> None:
     config = ROOT / "configs" / "dspark_smollm2_135m.py"
     base = trainer.read_config(config)
-    argv = ["--config", str(config), "--drafter.block-size", "5", "--loss.ce", "0.3", "--records", "a", "b", "--online"]
+    argv = ["--config", str(config), "--drafter.block-size", "5", "--loss.ce", "0.3", "--records", "a", "b"]
+    argv += ["--states", "fill", "--mesh.fsdp", "4", "--buckets", "64", "128"]
     changed = trainer.parse(argv)
     assert changed == replace(
         base,
         drafter=replace(base.drafter, block_size=5),
         loss=replace(base.loss, ce=0.3),
         records=("a", "b"),
-        online=True,
+        states="fill",
+        mesh=MeshShape(fsdp=4),
+        buckets=(64, 128),
     )
     assert trainer.parse(["--config", str(config)]) == base
     empty = tmp_path / "empty.py"

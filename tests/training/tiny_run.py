@@ -1,15 +1,26 @@
-"""A training run that takes seconds: a tiny golden target, random answers, float32, one device."""
+"""A training run that takes seconds: a tiny golden target, random answers, float32, one device.
+
+As a program: `python -m tests.training.tiny_run FOLDER OUTPUT [FIELDS]` with fields of the settings as JSON, `mesh` as
+[data, fsdp, tensor].
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from dspark_jax.sharding import MeshShape
+from dspark_jax.training.log import TIMINGS
 from dspark_jax.training.settings import DrafterSettings, TrainSettings
 
+ROOT = Path(__file__).parents[2]
 TARGETS = Path(__file__).parents[1] / "golden" / "targets"
 
 SHAPE = DrafterSettings(
@@ -59,3 +70,60 @@ def tiny_settings(folder: Path, output: str = "out", **fields: object) -> TrainS
         devices=1,
     )
     return replace(base, **fields)  # type: ignore[arg-type]
+
+
+class Job:
+    """A run as a process of its own, with so many virtual devices; killed at the end of a `with` block."""
+
+    def __init__(self, folder: Path, output: str, virtual: int = 8, **fields: Any) -> None:
+        self.folder = folder / output
+        self._log = folder / f"{output}.{fields.get('process_id', 0)}.log"
+        command = [sys.executable, "-m", "tests.training.tiny_run", str(folder), output, json.dumps(fields)]
+        flags = f"--xla_force_host_platform_device_count={virtual}"
+        with self._log.open("a") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"XLA_FLAGS": flags}, stderr=log)
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def lines(self) -> int:
+        """Lines of its metrics until now."""
+        file = self.folder / "metrics.jsonl"
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    def finish(self, code: int = 0, seconds: float = 240) -> str:
+        """Wait for its end; returns what it said."""
+        found = self.process.wait(seconds)
+        assert found == code, self._log.read_text()[-3000:]
+        return self._log.read_text()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def metrics_of(folder: Path, output: str) -> list[dict[str, float]]:
+    """The lines of a run's log, without what differs from run to run."""
+    rows = [json.loads(line) for line in (folder / output / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name not in (*TIMINGS, "eval_seconds")} for row in rows]
+
+
+def main(folder: str, output: str, fields: str = "{}") -> int:
+    """Run `train.py` with these settings; returns its exit code."""
+    from dspark_jax.training import trainer
+
+    values = json.loads(fields)
+    if "mesh" in values:
+        values["mesh"] = MeshShape(*values["mesh"])
+    settings = tiny_settings(Path(folder), output, **values)
+    trainer.parse = lambda argv: settings
+    return trainer.main([])
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""How far a drafter's confidences can be trusted, and temperatures that make them true (section 3)."""

@@ -1,0 +1,260 @@
+"""What the confidences said and what was accepted, round by round, from real decoding with whole blocks verified.
+
+Recorded are the confidence head's own probabilities, before any temperature, and acceptance by the lossless rule,
+before stop tokens and limits cut the round. Rounds after a request's end do not count. The file is an `.npz`, which a
+simulator of serving can replay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from dspark_jax.decoding.generate import Completion, Generator, Request, _Run
+from dspark_jax.decoding.state import DecodeState
+from dspark_jax.decoding.step import StepOutput, step
+from dspark_jax.drafters.config import DrafterConfig
+
+_step = jax.jit(step, static_argnames=("engine", "bucket"), donate_argnames=("state",))
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Records:
+    """n rounds of Q requests, those of a request one after another.
+
+    Attributes:
+        confidence: float32 `[n, K]`, sigmoid of the confidence head's logits (no temperatures).
+        accepted: int8 `[n]`, leading draft tokens that the target accepted, whether or not a stop token or the limit
+            came before. verified: int8 `[n]`, draft tokens that it looked at: K, or less near a limit.
+        request: int32 `[n]`, number of the request, 0..Q-1. round: int32 `[n]`, number of the round within it, from 0.
+        position: int32 `[n]`, position of the anchor in the text.
+        ids: Q names of the requests. domain: int16 `[Q]`, number of each one's domain. domains: names of the domains.
+        held_out: bool `[Q]`, requests that nothing is fitted on. prompt_tokens, tokens: int32 `[Q]`, prompt and answer.
+        about: how they were made (temperature, models, fingerprint of the confidence head ...), JSON values.
+    """
+
+    confidence: np.ndarray
+    accepted: np.ndarray
+    verified: np.ndarray
+    request: np.ndarray
+    round: np.ndarray
+    position: np.ndarray
+    ids: tuple[str, ...]
+    domain: np.ndarray
+    domains: tuple[str, ...]
+    held_out: np.ndarray
+    prompt_tokens: np.ndarray
+    tokens: np.ndarray
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.confidence.ndim != 2:
+            raise ValueError(f"confidence {self.confidence.shape}: must be [rounds, block size]")
+        rounds, requests = len(self.confidence), len(self.ids)
+        for name, count in _ROUNDS_AND_REQUESTS.items():
+            wanted = ({"n": rounds, "Q": requests}[count],)
+            if getattr(self, name).shape != wanted:
+                raise ValueError(f"{name} {getattr(self, name).shape}: must be {wanted}")
+
+    @property
+    def block_size(self) -> int:
+        """K."""
+        return self.confidence.shape[1]
+
+    def rows(self, chosen: np.ndarray) -> Records:
+        """The rounds for which bool `chosen [n]` holds; the requests stay."""
+        per_round = [name for name, count in _ROUNDS_AND_REQUESTS.items() if count == "n"]
+        return replace(self, confidence=self.confidence[chosen], **{n: getattr(self, n)[chosen] for n in per_round})
+
+    def split(self, held_out: bool) -> Records:
+        """The rounds of held-out requests, or of the others."""
+        return self.rows(self.held_out[self.request] == held_out)
+
+
+_ROUNDS_AND_REQUESTS = {
+    "accepted": "n", "verified": "n", "request": "n", "round": "n", "position": "n",
+    "domain": "Q", "held_out": "Q", "prompt_tokens": "Q", "tokens": "Q",
+}  # fmt: skip
+
+
+def save_records(path: str | Path, records: Records) -> None:
+    """Writes one compressed `.npz`; a file that is there is replaced when the new one is whole."""
+    path = Path(path)
+    arrays: dict[str, Any] = {f.name: np.asarray(getattr(records, f.name)) for f in fields(records)}
+    arrays["about"] = np.asarray(json.dumps({"format": FORMAT, **records.about}, sort_keys=True))
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        np.savez_compressed(file, **arrays)
+    part.replace(path)
+
+
+def load_records(path: str | Path) -> Records:
+    """Reads what `save_records` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: damaged, or not such a file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"records {path}: no such file, must be an .npz of `dspark calibrate --records-out`")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {f.name: file[f.name] for f in fields(Records)}
+        about = json.loads(str(arrays["about"]))
+        if about.pop("format") != FORMAT:
+            raise ValueError("another format's number")
+        texts = {name: tuple(map(str, arrays[name])) for name in ("ids", "domains")}
+        return Records(**(arrays | texts | {"about": about}))
+    except (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"records {path}: no whole file of `dspark calibrate --records-out` ({error})") from error
+
+
+def fingerprint(params: dict[str, Any]) -> str:
+    """16 hex digits of a drafter's confidence head in bfloat16: records belong to the weights they were made with."""
+    head = [np.asarray(params["confidence"][name], np.float32).astype(ml_dtypes.bfloat16) for name in ("w", "b")]
+    return hashlib.sha256(b"".join(array.tobytes() for array in head)).hexdigest()[:16]
+
+
+@dataclass
+class _Recording(_Run):
+    """A run that takes one step at a time and keeps what each said."""
+
+    rounds_seen: list[dict[str, np.ndarray]] = field(default_factory=list)
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def recorded(self, done: Callable[[Completion], object]) -> None:
+        """Decodes the whole queue, calling `done` with each request that ended."""
+        self.numbers = {request.id: i for i, request in enumerate(self.queue)}
+        state = self.empty_state()
+        while self.queue or self.slots:
+            state = self.fit(self.refill(state))
+            state = self.one_round(state)
+            counts = self.look(state)
+            for slot, work in self.slots.items():
+                work.length = int(counts.length[slot])
+            for completion in self.retire(counts):
+                done(completion)
+
+    def one_round(self, state: DecodeState) -> DecodeState:
+        """One step of all slots; the rounds of those at work are kept."""
+        g = self.generator
+        active, start, taken = jax.device_get((state.active, state.start, state.counters.rounds))
+        if not active.any():  # those that came in ended with their first token
+            return state
+        state, output = _step(g.target.params, g._draft_params, state, engine=self.engine, bucket=(g.buckets or ())[-1])
+        self.keep(np.flatnonzero(active), start, taken, output)
+        return state
+
+    def keep(self, slots: np.ndarray, start: np.ndarray, taken: np.ndarray, output: StepOutput) -> None:
+        confidence, accepted, verified = jax.device_get((output.confidence, output.accepted, output.verified))
+        request = [self.numbers[self.slots[slot].request.id] for slot in slots.tolist()]
+        self.rounds_seen.append(
+            {
+                "confidence": confidence[slots].astype(np.float32),
+                "accepted": accepted[slots].astype(np.int8),
+                "verified": verified[slots].astype(np.int8),
+                "request": np.asarray(request, np.int32),
+                "round": taken[slots].astype(np.int32),
+                "position": start[slots].astype(np.int32),
+            }
+        )
+
+
+def check_drafter(config: Any) -> DrafterConfig:
+    """The config of a drafter that can be calibrated.
+
+    Raises:
+        ValueError: no confidence head.
+    """
+    if not isinstance(config, DrafterConfig) or not config.confidence:
+        kind = type(config).__name__.removesuffix("Config")
+        raise ValueError(f"drafter of type {kind} without a confidence head: there is nothing to calibrate")
+    return config
+
+
+def collect(
+    target: Any,
+    drafter: Any,
+    requests: Sequence[Request],
+    domains: Sequence[str],
+    held_out: Sequence[bool],
+    *,
+    batch_size: int = 16,
+    seed: int = 0,
+    stop_ids: tuple[int, ...] | None = None,
+    about: dict[str, Any] | None = None,
+    progress: Callable[[Completion], object] = lambda completion: None,
+) -> Records:
+    """Decodes `requests` with the whole block verified in every round, and records the rounds.
+
+    Args:
+        target, drafter, stop_ids: as `Generator`'s; temperatures that the drafter has already are not applied.
+        domains: what kind of prompt each request is. held_out: whether nothing is to be fitted on it.
+        batch_size: R, requests decoded together. seed: of requests that bring none.
+        about: kept with the records. progress: called as requests end.
+
+    Raises:
+        ValueError: no confidence head, requests that cannot run, ids that come twice, or lists of other lengths.
+    """
+    config = replace(check_drafter(drafter.config), confidence_temperatures=())
+    ids = tuple(request.id for request in requests)
+    if len(set(ids)) < len(ids) or not len(ids) == len(domains) == len(held_out):
+        raise ValueError(
+            f"{len(ids)} requests with {len(set(ids))} ids, {len(domains)} domains, {len(held_out)} held_out: "
+            "ids must differ, and each request must have one of each"
+        )
+    plain = SimpleNamespace(config=config, params=drafter.params)
+    generator = Generator(target, plain, batch_size=batch_size, seed=seed, stop_ids=stop_ids)
+    whole = generator._run(requests, None)
+    run = _Recording(generator, whole.engine, whole.queue, None)
+    lengths = np.zeros((2, len(ids)), np.int32)  # of prompts and answers
+
+    def done(completion: Completion) -> None:
+        lengths[:, run.numbers[completion.id]] = completion.prompt_tokens, len(completion.token_ids)
+        progress(completion)
+
+    run.recorded(done)
+    return _as_records(run.rounds_seen, config, ids, domains, held_out, lengths, about or {}, fingerprint(plain.params))
+
+
+def _as_records(
+    seen: list[dict[str, np.ndarray]],
+    config: Any,
+    ids: tuple[str, ...],
+    domains: Sequence[str],
+    held_out: Sequence[bool],
+    lengths: np.ndarray,
+    about: dict[str, Any],
+    head: str,
+) -> Records:
+    """Records of all rounds that were seen."""
+    nothing = {name: np.zeros(0, np.int8 if name in ("accepted", "verified") else np.int32) for name in _ROUNDS}
+    nothing["confidence"] = np.zeros((0, config.block_size), np.float32)
+    rounds = {name: np.concatenate([empty, *(part[name] for part in seen)]) for name, empty in nothing.items()}
+    order = np.lexsort((rounds["round"], rounds["request"]))
+    names = tuple(sorted(set(domains)))
+    return Records(
+        **{name: array[order] for name, array in rounds.items()},
+        ids=ids,
+        domain=np.asarray([names.index(name) for name in domains], np.int16),
+        domains=names,
+        held_out=np.asarray(held_out, bool),
+        prompt_tokens=lengths[0],
+        tokens=lengths[1],
+        about=about | {"block_size": config.block_size, "fingerprint": head},
+    )
+
+
+_ROUNDS = tuple(name for name, count in _ROUNDS_AND_REQUESTS.items() if count == "n")

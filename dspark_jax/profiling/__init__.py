@@ -1,0 +1,1 @@
+"""What programs cost on a device before, and without, running them there."""
