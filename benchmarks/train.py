@@ -26,12 +26,13 @@ from dspark_jax.checkpoints.load import Target
 from dspark_jax.data.pipeline import HostBatch
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.models import transformer
-from dspark_jax.training.anchors import block_targets, sample_anchors, sample_keys
+from dspark_jax.sharding import make_mesh
+from dspark_jax.training.anchors import block_targets, sample_anchors
 from dspark_jax.training.forward import block_forward
 from dspark_jax.training.losses import Batch, block_loss
 from dspark_jax.training.optimizer import make_optimizer
 from dspark_jax.training.settings import TrainSettings, drafter_config
-from dspark_jax.training.step import TrainState, data_mesh, init_state, make_step, replicate, split
+from dspark_jax.training.step import TrainState, init_state, make_frozen, make_step, place_batch, place_frozen
 from dspark_jax.training.trainer import read_config
 
 Array = jax.Array
@@ -92,7 +93,7 @@ def synthetic_batch(config: DrafterConfig, sequences: int, length: int, dtype: A
     return HostBatch(
         rng.integers(0, config.vocab_size, (sequences, length), dtype=np.int32),
         mask,
-        np.arange(sequences, dtype=np.uint32),
+        np.arange(sequences, dtype=np.uint32)[:, None],
         states(len(config.target_layer_ids) * width),
         states(width),
         np.full((sequences, length), 20.0, np.float32),
@@ -109,18 +110,18 @@ def setup(options: Options, settings: TrainSettings, dtype: str) -> Setup:
     if config.trims_vocabulary:
         frozen["d2t"] = jnp.zeros(config.draft_vocab_size, jnp.int32)
     batch = jax.tree.map(jnp.asarray, synthetic_batch(config, sequences, length, dtype))
-    keys = sample_keys(0, jnp.int32(0), batch.sample_ids)
-    anchors, keep = sample_anchors(keys, batch.loss_mask, count)  # [N, A]
+    anchors, keep = sample_anchors(batch.sample_ids, batch.loss_mask, count, 0, 0)  # [N, A]
     return Setup(settings, config, target, frozen, batch, anchors, keep, count, jnp.dtype(dtype))
 
 
 def whole_step(s: Setup, online: bool) -> tuple[Callable, TrainState, tuple[Any, ...]]:
     """The trainer's step, a fresh state, and the step's other arguments."""
-    mesh = data_mesh(s.batch.input_ids.shape[0])
+    mesh = make_mesh(devices=jax.devices()[:1])
+    optimizer = make_optimizer(s.settings.lr, max_norm=s.settings.max_grad_norm, weight_decay=s.settings.weight_decay)
     step = make_step(
         s.config,
         s.settings.loss,
-        make_optimizer(s.settings.lr, max_norm=s.settings.max_grad_norm, weight_decay=s.settings.weight_decay),
+        optimizer,
         mesh,
         num_anchors=s.num_anchors,
         seed=0,
@@ -128,11 +129,10 @@ def whole_step(s: Setup, online: bool) -> tuple[Callable, TrainState, tuple[Any,
         compute_dtype=s.dtype,
         target=s.target.config if online else None,
     )
-    optimizer = make_optimizer(s.settings.lr, max_norm=s.settings.max_grad_norm, weight_decay=s.settings.weight_decay)
-    state = replicate(init_state(s.config, optimizer, 0, s.settings.ema > 0), mesh)
-    frozen = s.frozen | ({"target": s.target.params} if online else {})
+    state = init_state(s.config, optimizer, 0, s.settings.ema > 0, mesh)
+    frozen = place_frozen(make_frozen(s.target.params, s.frozen.get("d2t"), online), mesh)
     batch = HostBatch(*s.batch[:3]) if online else s.batch
-    return step, state, (replicate(frozen, mesh), split(batch, mesh), jnp.int32(0))
+    return step, state, (frozen, place_batch(batch, mesh), jnp.int32(0))
 
 
 def keeping(run: Callable[..., tuple[TrainState, Any]], state: Any, arguments: tuple[Any, ...]) -> Case:
@@ -149,7 +149,7 @@ def keeping(run: Callable[..., tuple[TrainState, Any]], state: Any, arguments: t
 def pieces(s: Setup) -> dict[str, Case]:
     """The step's parts: forward passes, gradients and the optimiser."""
     optimizer = make_optimizer(s.settings.lr, max_norm=s.settings.max_grad_norm, weight_decay=s.settings.weight_decay)
-    state = init_state(s.config, optimizer, 0, False)
+    state = init_state(s.config, optimizer, 0, False, make_mesh(devices=jax.devices()[:1]))
     inputs = Batch(s.batch.input_ids, s.batch.loss_mask, s.batch.features, s.batch.final, s.batch.normalizer)
     arguments = (state.params, s.frozen, inputs, s.anchors, s.keep)
 

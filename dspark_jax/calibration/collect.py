@@ -110,7 +110,7 @@ def load_records(path: str | Path) -> Records:
     if not path.is_file():
         raise FileNotFoundError(f"records {path}: no such file, must be an .npz of `dspark calibrate --records-out`")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {f.name: file[f.name] for f in fields(Records)}
         about = json.loads(str(arrays["about"]))
         if about.pop("format") != FORMAT:

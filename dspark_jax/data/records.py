@@ -345,7 +345,7 @@ def _load_index(file: Path, stamp: np.ndarray) -> _Index | None:
     if not file.exists():
         return None
     try:
-        with np.load(file, allow_pickle=False) as data:
+        with file.open("rb") as raw, np.load(raw, allow_pickle=False) as data:
             if not np.array_equal(data["stamp"], stamp):
                 return None
             table = SampleTable(*(data[name] for name in SampleTable._fields))

@@ -182,12 +182,10 @@ class DecodeJob:
         shares = mesh.shape["data"] * mesh.shape["fsdp"]
 
         def place(leaf: Any) -> NamedSharding:
-            axes: tuple[str, ...] = ("data", "fsdp")
             if not leaf.shape or leaf.shape[0] % shares:
                 return sharding.replicated(mesh)
-            if len(leaf.shape) > 2 and self.requests % mesh.size == 0:
-                axes = sharding.AXES
-            return NamedSharding(mesh, PartitionSpec(axes))
+            everywhere = len(leaf.shape) > 2 and self.requests % mesh.size == leaf.shape[0] % mesh.size == 0
+            return NamedSharding(mesh, PartitionSpec(sharding.AXES if everywhere else ("data", "fsdp")))
 
         return jax.tree.map(place, state)
 

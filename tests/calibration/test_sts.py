@@ -25,7 +25,7 @@ def test_temperatures_that_were_put_in_are_found():
     distortion = (1.8, 1.0, 0.6, 2.5)
     confidence, accepted, verified = rounds(20_000, distortion)
     fit = fit_temperatures(confidence, accepted, verified)
-    assert fit.temperatures == pytest.approx(distortion, rel=0.15) and all(fit.fitted)
+    assert fit.temperatures == pytest.approx(distortion, rel=0.2) and all(fit.fitted)
     assert fit.counts == tuple(int((accepted >= k).sum()) for k in range(4))
     others = rounds(20_000, distortion, seed=1)
     before = mean_ece(position_metrics(*others))

@@ -1,13 +1,17 @@
-"""The record store: resume, torn lines, killed writers; and training samples made of records."""
+"""The record store: resume, torn lines, killed writers; and training samples made of records, in memory and indexed."""
 
 from __future__ import annotations
 
 import errno
+import gc
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +19,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark_jax.data.records import RecordWriter, read_records, samples_from_records
+from dspark_jax.data import records
+from dspark_jax.data.records import (
+    RecordSamples,
+    RecordWriter,
+    TrainingSample,
+    read_records,
+    sample_table,
+    samples_from_records,
+)
 
 
 def record(number: int, answer: int = 20) -> dict:
@@ -206,5 +218,146 @@ def test_wrong_training_records_are_named(tmp_path: Path, change: dict, words: s
     second.write_text(json.dumps({**record(1), **change}) + "\n")
     with pytest.raises(ValueError, match=f"b.jsonl, record 1: {words}"):
         samples_from_records([first, second], 64)
-    with pytest.raises(ValueError, match="max_length 1"):
-        samples_from_records(first, 1)
+    for _ in range(2):  # the second time the first file's index is on the disk
+        with pytest.raises(ValueError, match=f"b.jsonl, record 1: {words}"):
+            RecordSamples([first, second], 64)
+    for make in (samples_from_records, RecordSamples):
+        with pytest.raises(ValueError, match="max_length 1"):
+            make(first, 1)
+        with pytest.raises(FileNotFoundError, match="nowhere.jsonl: not found"):
+            make([first, tmp_path / "nowhere.jsonl"], 64)
+
+
+def assert_same_samples(one: Sequence[TrainingSample], two: Sequence[TrainingSample]) -> None:
+    assert len(one) == len(two)
+    for a, b in zip(one, two, strict=True):
+        assert a.id == b.id and a.input_ids.dtype == b.input_ids.dtype and a.loss_mask.dtype == b.loss_mask.dtype
+        np.testing.assert_array_equal(a.input_ids, b.input_ids)
+        np.testing.assert_array_equal(a.loss_mask, b.loss_mask)
+    for left, right in zip(sample_table(one), sample_table(two), strict=True):
+        np.testing.assert_array_equal(left, right)
+        assert left.dtype == right.dtype
+
+
+ids = st.lists(st.integers(0, 2**31 - 1), max_size=6)
+some_records = st.lists(st.tuples(ids, ids, st.sampled_from(["", "\n", "  \n"])), max_size=8)
+
+
+@settings(max_examples=25)
+@given(st.lists(some_records, min_size=1, max_size=3), st.integers(2, 8), st.integers(0, 5), st.booleans())
+def test_indexed_samples_are_those_in_memory(
+    tmp_path_factory: pytest.TempPathFactory, files: list, max_length: int, least: int, torn: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("indexed")
+    paths = [folder / f"{number}.jsonl" for number in range(len(files))]
+    for number, (path, content) in enumerate(zip(paths, files, strict=True)):
+        lines = [
+            json.dumps({"id": f"ä{number}-{i}", "prompt_ids": prompt, "token_ids": answer}) + "\n" + blank
+            for i, (prompt, answer, blank) in enumerate(content)
+        ]
+        path.write_text("".join(lines) + ('{"id": "half' if torn else ""), encoding="utf-8")
+    want = samples_from_records(paths, max_length, least)
+    for indexed in (RecordSamples(paths, max_length, least), RecordSamples(paths, max_length, least)):
+        assert_same_samples(indexed, want)
+        assert [indexed.id(number) for number in range(len(indexed))] == [sample.id for sample in want]
+        assert_same_samples(indexed[1:5:2], want[1:5:2])
+        assert_same_samples(indexed[1:][1:], want[2:])
+    assert_same_samples(RecordSamples(paths, max_length, least, persist=False), want)
+
+
+def test_table_of_samples(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    fill(path, 3)
+    table = RecordSamples(path, 18).table
+    assert (
+        table.lengths.tolist() == [18] * 3 and table.supervised.tolist() == [15] * 3 and table.tops.tolist() == [14] * 3
+    )
+    assert len(set(table.names)) == len(set(table.checksums)) == 3
+    assert [len(column) for column in sample_table([])] == [0] * 5
+    assert sample_table([TrainingSample("e", np.zeros(0, np.int32), np.zeros(0, np.uint8))]).tops.tolist() == [-1]
+
+
+def test_index_is_used_until_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, index = tmp_path / "a.jsonl", tmp_path / "a.jsonl.index-64.npz"
+    fill(path, 3)
+    scanned: list[Path] = []
+    scan = records._scan
+    monkeypatch.setattr(records, "_scan", lambda path: (scanned.append(path), scan(path))[1])
+
+    def passes(max_length: int = 64, persist: bool = True) -> int:
+        scanned.clear()
+        assert len(RecordSamples(path, max_length, persist=persist)) == len(list(read_records(path)))
+        return len(scanned) - 1  # `read_records` scans too
+
+    assert passes(persist=False) == 1 and not index.exists()
+    assert [passes() for _ in range(3)] == [1, 0, 0] and index.exists()
+    assert [passes(32), passes(32), passes()] == [1, 0, 0]  # an index for each length
+    with RecordWriter(path) as writer:
+        writer.write(record(3))
+    assert [passes(), passes()] == [1, 0]
+    os.utime(path, ns=(0, 0))
+    assert [passes(), passes()] == [1, 0]
+    index.write_bytes(index.read_bytes()[:100])
+    with caplog.at_level(logging.WARNING):
+        assert [passes(), passes()] == [1, 0]
+    assert "index-64.npz: not readable" in caplog.text
+    assert not list(tmp_path.glob("*.new"))
+
+
+def test_index_that_cannot_be_written_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a.jsonl"
+    fill(path, 3)
+
+    def full(*args: object, **arrays: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(np, "savez", full)
+    with caplog.at_level(logging.INFO):
+        assert len(RecordSamples(path, 64)) == 3
+    assert "index-64.npz: not written" in caplog.text
+    assert [file.name for file in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_file_that_changes_while_it_is_used(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    fill(path, 3)
+    samples = RecordSamples(path, 64)
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.write(content.replace(b"[0, 1, 2", b"[0, 1, 9"))
+    for number in range(3):
+        with pytest.raises(ValueError, match=f"a.jsonl: bytes .* no longer sample 'r{number}', the file has changed"):
+            samples[number]
+    path.write_bytes(content[:50])
+    with pytest.raises(ValueError, match="start again"):
+        samples[-1]
+    with pytest.raises(IndexError):
+        samples[3]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="this system does not list open files")
+def test_files_close_with_the_last_slice(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    fill(path, 4)
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    samples = RecordSamples(path, 64)
+    part = samples[1:]
+    del samples
+    assert part[0].id == "r1" and len(os.listdir("/proc/self/fd")) == before + 1
+    del part
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_several_threads_read_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    fill(path, 50)
+    want, samples = samples_from_records(path, 64), RecordSamples(path, 64)
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(samples.__getitem__, list(range(50)) * 10))
+    assert all(np.array_equal(sample.input_ids, want[i % 50].input_ids) for i, sample in enumerate(got))
+    assert [sample.id for sample in got] == [sample.id for sample in want] * 10

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -34,7 +36,7 @@ from dspark_jax.training.settings import DrafterSettings, TrainSettings
 config = TrainSettings(
     target="nobody/tiny",
     states="online",
-    drafter=DrafterSettings(block_size=2, num_layers=1, target_layer_ids=(0,), mask_token_id=255, markov_rank=8),
+    drafter=DrafterSettings(block_size=1, num_layers=1, target_layer_ids=(0,), mask_token_id=255, markov_rank=8),
     batch_size=8,
     num_anchors=4,
     max_length=32,
@@ -60,7 +62,7 @@ def check_report(values: dict[str, Any], devices: int) -> None:
     """What holds of every report that fits: the programs, and numbers that go together."""
     names = [program["name"] for program in values["programs"]]
     rows = 8 * devices
-    assert names == ["train", *(f"decode, {n} rows" for n in (rows, 2 * rows, 3 * rows))]
+    assert names == ["train", f"decode, {rows} rows", f"decode, {2 * rows} rows"]
     assert values["fits"] is True and values["topology"]["devices"] == devices
     for program in values["programs"]:
         memory = program["memory"]
@@ -71,42 +73,50 @@ def check_report(values: dict[str, Any], devices: int) -> None:
         assert program["largest"]
     train, decode = values["programs"][0], values["programs"][1:]
     assert train["cost"]["collectives"], "devices that train together must exchange gradients"
-    flops = [program["cost"]["flops"] for program in decode]
-    assert flops == sorted(flops) and flops[0] < flops[-1]
+    assert decode[0]["cost"]["flops"] < decode[1]["cost"]["flops"]
 
 
-def test_virtual_cpu_devices(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Both kinds of programs, the table on stdout and the same in JSON; without a mesh copies of everything do."""
-    file = tmp_path / "report.json"
-    assert main(words(folder, "--topology", "cpu:4", "--context", "32", "--json", str(file))) == 0
-    values = json.loads(file.read_text())
-    check_report(values, 4)
-    assert all(program["mesh"] == {"data": 4, "fsdp": 1, "tensor": 1} for program in values["programs"])
-    assert values["programs"][0]["micro_batches"] == 2, "one sequence on each device at a time"
-    printed = capsys.readouterr().out
-    assert "4 CPU devices" in printed and "decode, 96 rows" in printed and "arguments, GiB" in printed
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict[str, Any]:
+    """The report on four virtual CPU devices; without a mesh, copies of everything do. Its text is under `printed`."""
+    file, printed = folder / "report.json", io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main(words(folder, "--topology", "cpu:4", "--context", "32", "--json", str(file))) == 0
+    return json.loads(file.read_text()) | {"printed": printed.getvalue()}
 
 
-def test_a_mesh_that_does_not_fit(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Refused with the sizes, exit code 1, and with a mesh that fits: what is cut four ways needs a quarter."""
-    file = tmp_path / "report.json"
-    given = words(folder, "--topology", "cpu:4", "--what", "train", "--mesh.data", "4", "--json", str(file))
-    assert main([*given, "--no-suggest"]) == 0
-    whole = json.loads(file.read_text())["programs"][0]
-    limit = str((whole["memory"]["arguments"] - 1) / 2**30)
+def test_virtual_cpu_devices(whole: dict[str, Any]) -> None:
+    """Both kinds of programs, the table on stdout and the same in JSON."""
+    check_report(whole, 4)
+    assert all(program["mesh"] == {"data": 4, "fsdp": 1, "tensor": 1} for program in whole["programs"])
+    assert whole["programs"][0]["micro_batches"] == 2, "one sequence on each device at a time"
+    for part in ("4 CPU devices", "decode, 64 rows", "arguments, GiB"):
+        assert part in whole["printed"]
 
-    assert main([*given, "--hbm", limit, "--no-suggest"]) == 1
+
+def test_a_mesh_that_does_not_fit(
+    folder: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Refused with the sizes, exit code 1, and with a mesh that fits: weights cut in two."""
+    file, needed = tmp_path / "report.json", whole["programs"][-1]["needed"]
+    limit = str((needed - 1) / 2**30)
+    given = ("--what", "decode", "--context", "32", "--mesh.data", "4", "--hbm", limit, "--json", str(file))
+    assert main(words(folder, "--topology", "cpu:4", *given)) == 1
+    printed, values = capsys.readouterr().out, json.loads(file.read_text())
+    assert "decode, 64 rows: does not fit: needs" in printed and "temporaries" in printed
+    assert "largest arrays:" in printed
+    assert "decode: fits with --mesh.data 2 --mesh.fsdp 1 --mesh.tensor 2" in printed
+    assert values["fits"] is False and [one["needed"] for one in values["programs"]] == [needed]
+    assert values["suggestions"]["decode"]["mesh"] == {"data": 2, "fsdp": 1, "tensor": 2}
+
+
+def test_arguments_that_do_not_fit(folder: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Then the compiler is not asked; nor for a suggestion, where none is wanted."""
+    limit = str((whole["programs"][0]["memory"]["arguments"] - 100) / 2**30)
+    given = ("--what", "train", "--mesh.data", "4", "--hbm", limit, "--no-suggest")
+    assert main(words(folder, "--topology", "cpu:4", *given)) == 1
     printed = capsys.readouterr().out
     assert "train: does not fit: its arguments alone need" in printed and "fits with" not in printed
-
-    assert main([*given, "--hbm", str((whole["needed"] - 1) / 2**30)]) == 1
-    printed = capsys.readouterr().out
-    assert "train: does not fit: needs" in printed and "temporaries" in printed and "largest arrays:" in printed
-    values = json.loads(file.read_text())
-    assert values["fits"] is False and values["programs"][0]["mesh"]["data"] == 4
-    found = values["suggestions"]["train"]
-    assert found["mesh"]["fsdp"] > 1
-    assert f"train: fits with --mesh.data {found['mesh']['data']} --mesh.fsdp {found['mesh']['fsdp']}" in printed
 
 
 def test_nothing_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +183,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_a_tpu_topology(folder: Path, tmp_path: Path) -> None:
-    """The compiler's memory, cycles and collectives for eight chips; in a process of its own, as libtpu stays loaded."""
+    """The compiler's memory, cycles and collectives for eight chips; in a process of its own: libtpu stays loaded."""
     file = tmp_path / "report.json"
     mesh = ("--mesh.fsdp", "4", "--mesh.tensor", "2")
     argv = words(folder, "--topology", "v5e:2x4", *mesh, "--context", "32", "--json", str(file))

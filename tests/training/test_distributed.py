@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ from dspark_jax.training import distributed
 from dspark_jax.training.distributed import own_rows, stop_on_signals
 from dspark_jax.training.settings import TrainSettings
 from dspark_jax.training.step import addressable_rows
-from tests.training.tiny_run import Job, metrics_of
+from tests.training.tiny_run import ROOT, Job, metrics_of
 
 FIELDS: dict[str, Any] = {"devices": 0, "mesh": [0, 2, 1], "batch_size": 8, "steps": 8, "lr": 1e-3, "log_every": 2}
 
@@ -105,14 +107,21 @@ def test_signals_ask_to_stop_and_handlers_come_back(number: signal.Signals) -> N
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-def test_a_second_sigint_ends_at_once(folder: Path) -> None:
-    with Job(folder, "impatient", 1, **FIELDS | {"mesh": [1, 1, 1], "steps": 100_000}) as job:
-        while job.running and not job.lines:
-            time.sleep(0.01)
-        while job.running:
-            job.process.send_signal(signal.SIGINT)
-            time.sleep(0.001)
-        assert job.process.wait() == -signal.SIGINT
+def test_a_second_sigint_ends_at_once() -> None:
+    code = (
+        "import time; from dspark_jax.training.distributed import stop_on_signals\n"
+        "with stop_on_signals() as stop:\n"
+        "    print('ready', flush=True)\n"
+        "    while not stop.at(1): time.sleep(0.01)\n"
+        "    print('asked', flush=True)\n"
+        "    time.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        for line in ("ready", "asked"):
+            assert job.stdout.readline().strip() == line
+            job.send_signal(signal.SIGINT)
+        assert job.wait(60) == -signal.SIGINT
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dspark_jax.drafters.backbone import context_features
 from dspark_jax.drafters.heads import confidence_logits, markov_bias
 from dspark_jax.models.layers import linear, softcap
 from dspark_jax.training.anchors import BlockTargets, block_targets
-from dspark_jax.training.forward import BlockStates, block_attention, block_forward
+from dspark_jax.training.forward import BlockStates, block_forward, places
 from tests.training.golden_drafters import NAMES, Case, load_case, run_loss
 
 STEPS = [(name, "train") for name in NAMES] + [
@@ -87,71 +87,69 @@ def test_a_block_sees_nothing_from_its_anchor_on(block: int) -> None:
     assert clean != loss(anchor - 1)
 
 
-def attention_inputs(seed: int = 0) -> tuple[list[jax.Array], np.ndarray, np.ndarray]:
-    """q, k, v, context k and v of G = 2, Q = 2, hd = 4, N = 2, A = 3, K = 2, T = 5; visible, keep."""
-    rng = np.random.default_rng(seed)
-    shapes = [(2, 2, 4, 12), (2, 4, 12), (2, 4, 12), (2, 4, 10), (2, 4, 10)]
-    anchors = np.array([[0, 2, 4], [1, 3, 3]])
-    keep = np.array([[True, True, True], [True, True, False]])
-    visible = (np.arange(5) < anchors[..., None]) & keep[..., None]
-    return [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes], visible, keep
+LENGTHS = (24, 31)
+ANCHORS = ((1, 6, 14), (0, 9, 20))  # blocks end inside their documents
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-6), ("bfloat16", 4e-2)])
-def test_block_attention_is_one_softmax_over_context_and_block(dtype: str, atol: float) -> None:
-    inputs, visible, keep = attention_inputs()
-    out = block_attention(*inputs, jnp.asarray(visible), jnp.asarray(keep), 0.5, jnp.dtype(dtype))
-    assert out.dtype == jnp.float32
-    q, k, v, far_k, far_v = (np.asarray(x).reshape(*x.shape[:-1], 2, -1) for x in inputs)
-    got = np.asarray(out).reshape(2, 2, 4, 2, 3, 2)
-    for g, m, n, a, s in np.ndindex(2, 2, 2, 3, 2):
-        own = slice(2 * a, 2 * a + 2)
-        keys = np.concatenate([far_k[g, :, n, visible[n, a]], k[g, :, n, own].T])
-        values = np.concatenate([far_v[g, :, n, visible[n, a]], v[g, :, n, own].T])
-        scores = np.exp(0.5 * keys @ q[g, m, :, n, 2 * a + s])
-        wanted = scores @ values / scores.sum() * keep[n, a]
-        np.testing.assert_allclose(got[g, m, :, n, a, s], wanted, atol=atol)
+def documents() -> tuple[Case, list[tuple[jax.Array, jax.Array, jax.Array]]]:
+    """A drafter, and two documents as features `[1, T, m * D]`, token ids `[1, T]` and anchors `[1, A]`."""
+    case, rng = load_case("dspark_qwen3_vanilla"), np.random.default_rng(0)
+    width = case.batch.features.shape[-1]
+    made = []
+    for length, anchors in zip(LENGTHS, ANCHORS, strict=True):
+        features = jnp.asarray(rng.standard_normal((1, length, width)), jnp.float32)
+        made.append(
+            (features, jnp.asarray(rng.integers(0, 100, (1, length)), jnp.int32), jnp.asarray([anchors], jnp.int32))
+        )
+    return case, made
 
 
-def plain_attention(inputs: list[jax.Array], visible: jax.Array, keep: jax.Array, scale: float) -> jax.Array:
-    """What `block_attention` computes, over all slots of a sequence and in float32."""
-    q, k, v, far_k, far_v = (x.reshape(*x.shape[:-1], keep.shape[0], -1) for x in inputs)
-    slots = q.shape[-1] // keep.shape[1]
-    keys, values = jnp.concatenate([far_k, k], -1), jnp.concatenate([far_v, v], -1)  # [G, hd, N, T + A * K]
-    block = jnp.arange(q.shape[-1]) // slots
-    own = jnp.broadcast_to(block[:, None] == block, (keep.shape[0], block.size, block.size))
-    mask = jnp.concatenate([jnp.repeat(visible, slots, axis=1), own], -1)  # [N, A * K, T + A * K]
-    scores = jnp.where(mask, scale * jnp.einsum("gqhns,ghnt->gqnst", q, keys), -jnp.inf)
-    out = jnp.einsum("gqnst,ghnt->gqhns", jax.nn.softmax(scores, axis=-1), values)
-    return jnp.where(jnp.repeat(keep, slots, axis=1), out, 0.0).reshape(inputs[0].shape)
+def states_and_gradients(
+    case: Case, features: jax.Array, ids: jax.Array, anchors: jax.Array, segments: jax.Array | None, remat: bool = False
+) -> tuple[BlockStates, dict[str, Any], jax.Array]:
+    """States of all blocks, and gradients, for the parameters and the features, of a sum that is one over blocks."""
+    keep = jnp.ones(anchors.shape, bool)
+    targets = block_targets(ids, jnp.ones_like(ids), anchors, keep, case.config.block_size, segments)
+
+    @jax.jit
+    def run(params: Any, features: jax.Array) -> tuple[jax.Array, BlockStates]:
+        args = (case.frozen["embed"], case.config, features, anchors, keep, targets, segments)
+        states = block_forward(params, *args, remat=remat)
+        return jnp.sum(states.hidden**3) + jnp.sum(states.vectors**3), states
+
+    (_, states), grads = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)(case.trainable, features)
+    return states, *grads
 
 
-@pytest.mark.parametrize(("blocks", "slots", "length"), [(3, 2, 5), (8, 1, 7), (19, 3, 40)])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 3e-2)])
-def test_gradients_of_block_attention_are_those_of_plain_attention(
-    blocks: int, slots: int, length: int, dtype: str, tolerance: float
-) -> None:
-    rng = np.random.default_rng(blocks)
-    rows, context = 2 * blocks * slots, 2 * length
-    shapes = [(2, 3, 8, rows), (2, 8, rows), (2, 8, rows), (2, 8, context), (2, 8, context), (2, 3, 8, rows)]
-    *inputs, cotangent = [jnp.asarray(2 * rng.standard_normal(s), jnp.float32) for s in shapes]
-    anchors = rng.integers(0, length, (2, blocks))  # the first slots of a sequence see no context
-    keep = jnp.asarray(rng.random((2, blocks)) < 0.8).at[0, 0].set(False)
-    visible = (jnp.arange(length) < anchors[..., None]) & keep[..., None]
+@pytest.mark.parametrize("remat", [False, True])
+def test_packed_rows_equal_their_documents_apart(remat: bool) -> None:
+    case, made = documents()
+    padding = [(0, 0), (0, 5)]
+    features = jnp.pad(jnp.concatenate([one[0] for one in made], axis=1), [*padding, (0, 0)])
+    ids = jnp.pad(jnp.concatenate([one[1] for one in made], axis=1), padding)
+    anchors = jnp.concatenate([made[0][2], made[1][2] + LENGTHS[0]], axis=1)
+    segments = jnp.asarray(np.repeat([1, 2, 0], (*LENGTHS, 5))[None], jnp.int32)
+    states, grads, into = states_and_gradients(case, features, ids, anchors, segments, remat)
+    apart = [states_and_gradients(case, *one, None) for one in made]
+    for field, parts in zip(states, zip(*(one[0] for one in apart), strict=True), strict=True):
+        np.testing.assert_allclose(field, jnp.concatenate(parts, axis=-1), atol=2e-5)
+    summed = jax.tree.map(jnp.add, apart[0][1], apart[1][1])
+    for one, two in zip(jax.tree.leaves(grads), jax.tree.leaves(summed), strict=True):
+        np.testing.assert_allclose(one, two, rtol=0, atol=1e-5 * max(float(jnp.abs(two).max()), 1.0))
+    wanted = jnp.pad(jnp.concatenate([one[2] for one in apart], axis=1), [*padding, (0, 0)])
+    np.testing.assert_allclose(into, wanted, rtol=0, atol=1e-5 * float(jnp.abs(wanted).max()))
 
-    def ours(inputs: list[jax.Array]) -> jax.Array:
-        return block_attention(*inputs, visible, keep, 0.3, jnp.dtype(dtype))
 
-    def plain(inputs: list[jax.Array]) -> jax.Array:
-        return plain_attention(inputs, visible, keep, 0.3)
-
-    def with_gradients(function: Any) -> list[jax.Array]:
-        out, pull = jax.vjp(function, inputs)
-        return [out, *pull(cotangent)[0]]
-
-    results = (jax.jit(with_gradients, static_argnums=0)(function) for function in (ours, plain))
-    for got, exact in zip(*results, strict=True):
-        np.testing.assert_allclose(got, exact, rtol=0, atol=tolerance * float(jnp.abs(exact).max()))
+def test_places_count_from_a_document_start() -> None:
+    segments = jnp.asarray([[1, 1, 2, 2, 2, 0]], jnp.int32)
+    place = places(jnp.asarray([[1, 2, 4]], jnp.int32), 6, segments)
+    np.testing.assert_array_equal(place.context[0, :5], [0, 1, 0, 1, 2])
+    np.testing.assert_array_equal(place.blocks, [[1, 0, 2]])
+    np.testing.assert_array_equal(place.first, [[0, 2, 2]])
+    whole = places(jnp.asarray([[1, 2, 4]], jnp.int32), 6, None)
+    np.testing.assert_array_equal(whole.context, [np.arange(6)])
+    np.testing.assert_array_equal(whole.blocks, [[1, 2, 4]])
+    assert not np.any(whole.first)
 
 
 def products(jaxpr: Any) -> list[Any]:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from dspark_jax.checkpoints.load import load_drafter
+from dspark_jax.data.hidden_cache import DiskFullError, HiddenCache
 from dspark_jax.data.records import TrainingSample
 from dspark_jax.sharding import MeshShape
-from dspark_jax.training import prepare, trainer
+from dspark_jax.training import evaluate, prepare, trainer
 from dspark_jax.training.losses import LossConfig
 from dspark_jax.training.settings import TrainSettings, drafter_config
 from dspark_jax.training.step import TrainState
@@ -33,6 +38,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(folder: Path) -> TrainState:
     """The last state of a run that nothing interrupts."""
     return jax.device_get(trainer.train(tiny_settings(folder, "whole")))
+
+
+def steps_of(folder: Path, output: str) -> list[int]:
+    """Updates of the checkpoints that are there."""
+    return sorted(int(path.name) for path in (folder / output / "checkpoints").iterdir() if path.name.isdecimal())
 
 
 def assert_same(one: TrainState, two: TrainState) -> None:
@@ -70,7 +80,8 @@ def test_run_leaves_what_it_promises(folder: Path, whole: TrainState) -> None:
     assert rows[6]["ce_loss"] < rows[0]["ce_loss"]
     assert rows[7]["eval_tokens"] == 2 * 8  # two held-out prompts; the first token comes from the prompt's pass
     assert 1 <= rows[7]["accepted_length"] <= 5
-    assert sorted(path.name for path in (folder / "whole" / "checkpoints").iterdir() if path.is_dir()) == ["6", "7"]
+    assert rows[7]["held_out_tau_probabilistic"] > 1 and rows[7]["held_out_sampled_anchors"] > 0
+    assert steps_of(folder, "whole") == [6, 7]
     assert list((folder / "whole" / "tensorboard").glob("events.*"))
 
 
@@ -110,16 +121,140 @@ def test_sigterm_saves_and_leaves_with_zero(
     assert_continues(folder, "stopped", whole)
 
 
-def test_resume_on_another_number_of_devices(folder: Path, whole: TrainState, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_between_two_log_lines_leaves_no_trace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of a line's window that is open when the run stops come back with the checkpoint."""
+    fields: dict[str, Any] = {"log_every": 5, "eval_samples": 0, "checkpoint_every": 0}
+    trainer.train(tiny_settings(folder, "sparse", **fields))
+    with monkeypatch.context() as patch:
+        at_step(3, lambda: os.kill(os.getpid(), signal.SIGINT), patch)
+        trainer.train(tiny_settings(folder, "sparse-stopped", **fields))
+    assert steps_of(folder, "sparse-stopped") == [3]
+    trainer.train(tiny_settings(folder, "sparse-stopped", **fields))
+    assert [row["step"] for row in metrics_of(folder, "sparse")] == [5, 7]
+    assert metrics_of(folder, "sparse-stopped") == metrics_of(folder, "sparse")
+
+
+def test_log_tells_tokens_padding_and_time(folder: Path, whole: TrainState) -> None:
+    run = prepare.prepare(tiny_settings(folder, "whole"))
+    lengths = [len(sample.input_ids) for sample in run.feed.pipeline.samples]
+    answers = [int(sample.loss_mask.sum()) for sample in run.feed.pipeline.samples]
+    for line in (folder / "whole" / "metrics.jsonl").read_text().splitlines()[:7]:
+        row = json.loads(line)
+        batch = run.feed.pipeline.indices(row["step"] - 1)
+        assert row["tokens"] == sum(lengths[i] for i in batch)
+        assert row["supervised_tokens"] == sum(answers[i] for i in batch)
+        assert row["padding_share"] == pytest.approx(1 - row["tokens"] / (4 * 32))
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"])
+        assert 0 <= row["wait_share"] <= 1
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "online": {"states": "online"},
+    "fill": {"states": "fill"},
+    "packed": {"states": "online", "pack": True, "batch_size": 2, "max_length": 64},
+    "buckets": {"states": "cache", "buckets": (24, 28)},
+    "int8": {"states": "fill", "cache_kind": "int8"},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_way_to_feed_a_run_survives_a_crash_and_a_stop(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before the first checkpoint, and asked to stop in the second epoch: the curve and the end are the same."""
+
+    def settings(output: str) -> TrainSettings:
+        cache = str(tmp_path / f"cache-{output}")
+        return tiny_settings(tmp_path, output, cache=cache, eval_samples=0, log_every=2, **MODES[mode])
+
+    def fail() -> None:
+        raise RuntimeError("power cut")
+
+    whole = jax.device_get(trainer.train(settings("whole")))
+    with monkeypatch.context() as patch:
+        at_step(2, fail, patch)
+        with pytest.raises(RuntimeError, match="power cut"):
+            trainer.train(settings("hit"))
+    with monkeypatch.context() as patch:
+        at_step(5, lambda: os.kill(os.getpid(), signal.SIGTERM), patch)
+        trainer.train(settings("hit"))
+    assert steps_of(tmp_path, "hit")[-1] == 5
+    assert_same(jax.device_get(trainer.train(settings("hit"))), whole)
+    assert metrics_of(tmp_path, "hit") == metrics_of(tmp_path, "whole")
+
+
+def test_filling_a_cache_trains_as_online_does_and_leaves_it_complete(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"lr": 1e-3, "eval_tokens": 2}
+    for states in ("online", "fill"):
+        trainer.train(tiny_settings(tmp_path, states, states=states, **fields))
+    for fill, online in zip(metrics_of(tmp_path, "fill"), metrics_of(tmp_path, "online"), strict=True):
+        assert fill == pytest.approx(online, rel=1e-5)
+    stamps = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+    run = prepare.prepare(tiny_settings(tmp_path, "later", states="cache", **fields))
+    samples = [*run.feed.pipeline.samples, *run.held_out]
+    assert len(samples) == 14
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == stamps
+    again = prepare.prepare(tiny_settings(tmp_path, "built", cache=str(tmp_path / "built"), **fields))
+    built, filled = again.feed.pipeline._cache, run.feed.pipeline._cache
+    assert built is not None and filled is not None
+    for sample in samples:
+        pair = [cache.read(cache.number(sample.id)) for cache in (built, filled)]
+        for one, two in zip(*pair, strict=True):
+            np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
+
+
+def test_best_drafter_is_kept_with_its_figure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields: dict[str, Any] = {"eval_every": 2, "checkpoint_every": 1, "keep_checkpoints": 1, "log_every": 1}
+    calls = iter([1.5, 2.5, 2.0, 2.5])
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "decoded", lambda *args: {"accepted_length": next(calls)})
+        at_step(5, lambda: os.kill(os.getpid(), signal.SIGTERM), patch)
+        trainer.train(tiny_settings(folder, "best", **fields))
+        assert steps_of(folder, "best") == [4, 5]
+        trainer.train(tiny_settings(folder, "best", **fields))
+    assert steps_of(folder, "best") == [4, 7]  # the best one, and the newest
+    config = json.loads((folder / "best" / "best" / "config.json").read_text())
+    assert config["evaluation"] == {"name": "accepted_length", "value": 2.5, "step": 4}
+    assert load_drafter(folder / "best" / "best").config == load_drafter(folder / "best" / "drafter").config
+    sizes = [load_drafter(folder / "best" / name).params["fc"] for name in ("best", "drafter")]
+    assert np.abs(sizes[0] - sizes[1]).max() > 0
+
+
+def test_held_out_losses_decide_where_nothing_decodes() -> None:
+    first = evaluate.better(None, {"held_out_tau_probabilistic": 1.5}, 3)
+    assert first == evaluate.Best("held_out_tau_probabilistic", 1.5, 3)
+    assert evaluate.better(first, {"held_out_tau_probabilistic": 1.5}, 6) is None
+    assert evaluate.better(first, {"held_out_tau_probabilistic": 1.6}, 6) is not None
+    assert evaluate.better(first, {"accepted_length": 1.2, "held_out_tau_probabilistic": 1.4}, 6) == evaluate.Best(
+        "accepted_length", 1.2, 6
+    )
+    assert evaluate.better(first, {}, 6) is None
+
+
+def test_a_device_too_small_to_decode_leaves_the_held_out_losses(
+    folder: Path, whole: TrainState, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    run = prepare.prepare(tiny_settings(folder, "whole"))
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "accepted_length", full)
+        assert evaluate.decoded(run.target, run.config, whole.best, run.d2t, run.held_out, 2, ()) == {}
+    assert "cannot hold target and drafter" in caplog.text
+
+
+def test_resume_on_another_mesh(folder: Path, whole: TrainState, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         at_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM), patch)
         trainer.train(tiny_settings(folder, "moved"))
-    trainer.train(tiny_settings(folder, "moved", devices=2))
+    mesh = MeshShape(data=1, fsdp=2, tensor=2)
+    trainer.train(tiny_settings(folder, "moved", devices=4, mesh=mesh, micro_batches=2, remat=True))
     pairs = list(zip(metrics_of(folder, "moved"), metrics_of(folder, "whole"), strict=True))[:7]
     for moved, still in pairs:
-        for name in ("lr", "epoch", "sampled_anchors", "block_supervised_tokens"):
+        for name in ("lr", "epoch", "sampled_anchors", "block_supervised_tokens", "tokens"):
             assert moved[name] == still[name]
-        assert moved["total"] == pytest.approx(still["total"], rel=1e-3)
+        assert moved["total"] == pytest.approx(still["total"], rel=1e-3)  # of a high learning rate
 
 
 def test_a_run_starts_from_an_existing_drafter(folder: Path, whole: TrainState) -> None:
@@ -200,6 +335,10 @@ def test_draft_vocabulary_is_the_most_frequent_answers() -> None:
         ({"drafter": replace(SHAPE, draft_vocab_size=301)}, "draft_vocab_size 301"),
         ({"drafter": replace(SHAPE, markov_rank=0)}, "markov_rank 0"),
         ({"drafter": replace(SHAPE, markov_rank=0, markov_kind="none")}, "confidence_head_with_markov"),
+        ({"devices": 0, "mesh": MeshShape(fsdp=3)}, "mesh .*fsdp 3.*does not divide the 8 devices"),
+        ({"devices": 0, "mesh": MeshShape(tensor=8)}, "mesh.tensor 8: does not divide the target's num_kv_heads"),
+        ({"devices": 8}, "batch_size 4: must be a multiple of data 8"),
+        ({"devices": 2, "micro_batches": 4}, "batch_size 4: must be a multiple of .*micro_batches 4 = 8"),
     ],
 )
 def test_wrong_settings_are_told_in_one_line(
@@ -215,6 +354,57 @@ def test_wrong_settings_are_told_in_one_line(
     assert caplog.records[-1].levelname == "ERROR"
     assert re.search(message, caplog.records[-1].getMessage())
     assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"target": str(TARGETS / "qwen3_untied")}, "holds states of target .*llama_tied.*give another cache folder"),
+        ({"drafter": replace(SHAPE, target_layer_ids=(0, 1))}, r"layer_ids is \[0, 2\] in the cache, \[0, 1\] in this"),
+        ({"cache_kind": "int8"}, "dtype is float32 in the cache, int8 in this run"),
+    ],
+)
+@pytest.mark.parametrize("states", ["cache", "fill"])
+def test_cache_of_other_states_is_refused_and_left_alone(
+    folder: Path, whole: TrainState, states: str, fields: dict[str, Any], message: str
+) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in (folder / "cache").iterdir()}
+    with pytest.raises(ValueError, match=message):
+        prepare.prepare(tiny_settings(folder, "other", states=states, **fields))
+    assert {path.name: path.stat().st_mtime_ns for path in (folder / "cache").iterdir()} == before
+
+
+def test_full_disk_ends_the_run_in_one_line_and_a_later_one_goes_on(
+    folder: Path, whole: TrainState, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_space(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(trainer, "parse", lambda argv: tiny_settings(folder, "full"))
+    with monkeypatch.context() as patch:
+        at_step(4, lambda: patch.setattr(ocp.AsyncCheckpointer, "save", no_space), patch)
+        assert trainer.main([]) == 1
+    assert re.search(
+        r"could not be written \(.*No space left.*the last whole one is 3", caplog.records[-1].getMessage()
+    )
+    assert steps_of(folder, "full") == [3]
+    assert_continues(folder, "full", whole)
+
+
+def test_full_disk_while_a_cache_is_filled_keeps_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_space(*args: Any, **kwargs: Any) -> None:
+        raise DiskFullError(tmp_path / "cache", 1000)
+
+    fields: dict[str, Any] = {"states": "fill", "checkpoint_every": 1, "eval_samples": 0}
+    monkeypatch.setattr(trainer, "parse", lambda argv: tiny_settings(tmp_path, **fields))
+    with monkeypatch.context() as patch:
+        at_step(1, lambda: patch.setattr(HiddenCache, "append", no_space), patch)
+        assert trainer.main([]) == 1
+    assert re.search("cache: the disk is full", caplog.records[-1].getMessage())
+    assert trainer.main([]) == 0
+    assert [row["step"] for row in metrics_of(tmp_path, "out")] == list(range(1, 8))
 
 
 def test_tokens_of_another_target_are_refused(tmp_path: Path) -> None:
@@ -235,6 +425,13 @@ def test_fields_out_of_range_are_refused() -> None:
         ("compute_dtype", "float16"),
         ("log_every", 0),
         ("epochs", 0),
+        ("micro_batches", 0),
+        ("micro_batches", 3),
+        ("buckets", (64, 32)),
+        ("buckets", (64, 1024)),
+        ("states", "disk"),
+        ("cache_kind", "int4"),
+        ("keep_checkpoints", 0),
     ):
         with pytest.raises(ValueError, match=name):
             TrainSettings(**{name: value})
