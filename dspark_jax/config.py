@@ -27,11 +27,13 @@ def log_to_stderr(form: str = "%(message)s") -> Iterator[None]:
     """Shows this package's log on stderr while it is open; for programs. `form`: of a line, as `logging.Formatter`."""
     package, handler = logging.getLogger("dspark_jax"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))
-    level = package.level
+    level, propagates = package.level, package.propagate
     package.addHandler(handler)
     package.setLevel(logging.INFO)
+    package.propagate = False  # libraries give the root logger a handler of their own, and each line would come twice
     try:
         yield
     finally:
         package.removeHandler(handler)
         package.setLevel(level)
+        package.propagate = propagates

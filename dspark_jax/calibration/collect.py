@@ -121,6 +121,35 @@ def load_records(path: str | Path) -> Records:
         raise ValueError(f"records {path}: no whole file of `dspark calibrate --records-out` ({error})") from error
 
 
+def merge(parts: Sequence[Records]) -> Records:
+    """The rounds of several runs of one drafter, in the given order; `about` is the first one's.
+
+    Raises:
+        ValueError: other block sizes or drafters, or a request that two of them have.
+    """
+    for name in ("block_size", "fingerprint"):
+        values = {str(part.about.get(name)) for part in parts}
+        if len(values) > 1:
+            raise ValueError(f"records of drafters that differ: {name} {' and '.join(sorted(values))}")
+    ids = tuple(name for part in parts for name in part.ids)
+    if len(set(ids)) < len(ids):
+        twice = next(name for name in ids if ids.count(name) > 1)
+        raise ValueError(f"request {twice!r}: is in the records twice, each must be there once")
+    offsets = np.cumsum([0, *(len(part.ids) for part in parts[:-1])])
+    domains = tuple(sorted({name for part in parts for name in part.domains}))
+    renumbered = [
+        replace(
+            part,
+            request=(part.request + offset).astype(np.int32),
+            domain=np.asarray([domains.index(part.domains[i]) for i in part.domain], np.int16),
+        )
+        for part, offset in zip(parts, offsets, strict=True)
+    ]
+    names = ("confidence", *_ROUNDS_AND_REQUESTS)
+    arrays = {name: np.concatenate([getattr(part, name) for part in renumbered]) for name in names}
+    return Records(**arrays, ids=ids, domains=domains, about=parts[0].about)
+
+
 def fingerprint(params: dict[str, Any]) -> str:
     """16 hex digits of a drafter's confidence head in bfloat16: records belong to the weights they were made with."""
     head = [np.asarray(params["confidence"][name], np.float32).astype(ml_dtypes.bfloat16) for name in ("w", "b")]

@@ -20,7 +20,15 @@ import tyro
 from tqdm import tqdm
 
 from dspark_jax.calibration import report
-from dspark_jax.calibration.collect import Records, check_drafter, collect, fingerprint, load_records, save_records
+from dspark_jax.calibration.collect import (
+    Records,
+    check_drafter,
+    collect,
+    fingerprint,
+    load_records,
+    merge,
+    save_records,
+)
 from dspark_jax.calibration.metrics import BINS
 from dspark_jax.calibration.sts import STSFit, STSSettings, fit_temperatures
 from dspark_jax.checkpoints import deepspec, drafters
@@ -67,7 +75,7 @@ class CalibrateSettings:
         seed: of the run; each prompt draws from (seed, its id).
         dtype: of the weights; auto is bfloat16 where the device multiplies it fast, else float32.
         bins: equal-width bins of the calibration error.
-        records_in: rounds of an earlier run (--records-out) to use in place of prompts.
+        records_in: files of rounds of earlier runs (--records-out), to use in place of prompts.
         records_out: .npz file for the rounds, which can be used again.
         write: set the temperatures in the drafter's own config.json.
         output: folder for a copy of the drafter with the temperatures; an older drafter in it is replaced.
@@ -88,7 +96,7 @@ class CalibrateSettings:
     seed: int = 0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     bins: int = BINS
-    records_in: Path | None = None
+    records_in: tuple[Path, ...] = ()
     records_out: Path | None = None
     write: bool = False
     output: Path | None = None
@@ -105,7 +113,7 @@ class CalibrateSettings:
         for name, least in (("batch_size", 1), ("limit", 0), ("max_prompt_tokens", 1), ("bins", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} {getattr(self, name)}: must be at least {least}")
-        if bool(self.prompts) == (self.records_in is not None):
+        if bool(self.prompts) == bool(self.records_in):
             raise ValueError(
                 "give --prompts FILE.jsonl ..., or the rounds of an earlier run with --records-in FILE.npz"
             )
@@ -233,20 +241,24 @@ def decode(settings: CalibrateSettings, target: Target, drafter: Drafter, dtype:
         )  # fmt: skip
 
 
-def check_records(records: Records, drafter: Drafter, path: Path) -> None:
-    """Refuses rounds of another drafter.
+def read_records(paths: Sequence[Path], drafter: Drafter) -> Records:
+    """The rounds of earlier runs of this drafter.
 
     Raises:
-        ValueError: another block size, or other weights of the confidence head.
+        FileNotFoundError, ValueError: no such file, a damaged one, rounds of another drafter, or a request twice.
     """
-    if records.block_size != drafter.config.block_size:
-        raise ValueError(
-            f"records {path}: blocks of {records.block_size} tokens, the drafter has {drafter.config.block_size}"
-        )
-    if records.about.get("fingerprint") != fingerprint(drafter.params):
-        raise ValueError(
-            f"records {path}: made with another drafter ({records.about.get('drafter')}): its confidence head differs"
-        )
+    parts = []
+    for path in paths:
+        records = load_records(path)
+        if records.block_size != drafter.config.block_size:
+            raise ValueError(
+                f"records {path}: blocks of {records.block_size} tokens, the drafter has {drafter.config.block_size}"
+            )
+        if records.about.get("fingerprint") != fingerprint(drafter.params):
+            made = records.about.get("drafter")
+            raise ValueError(f"records {path}: made with another drafter ({made}): its confidence head differs")
+        parts.append(records)
+    return merge(parts)
 
 
 # --- the command ---
@@ -261,7 +273,7 @@ def calibrate(settings: CalibrateSettings) -> dict[str, Any]:
     settings.check()
     dtype = auto_dtype() if settings.dtype == "auto" else settings.dtype
     target = None
-    if settings.records_in is None or settings.target is not None:
+    if not settings.records_in or settings.target is not None:
         target = load_target(settings.target or embedded_target_path(), dtype=dtype)
     named = settings.drafter or embedded_drafter_path()
     drafter = load_drafter(named, dtype=dtype, target=target.config if target else None)
@@ -269,9 +281,8 @@ def calibrate(settings: CalibrateSettings) -> dict[str, Any]:
     if target:
         config.check_target(target.config)
     check_places(settings, drafter, config)
-    if settings.records_in is not None:
-        records = load_records(settings.records_in)
-        check_records(records, drafter, settings.records_in)
+    if settings.records_in:
+        records = read_records(settings.records_in, drafter)
     else:
         assert target is not None  # loaded above
         records = decode(settings, target, drafter, dtype)
@@ -299,7 +310,7 @@ def finish(settings: CalibrateSettings, drafter: Drafter, config: DrafterConfig,
         logger.info("%s: temperatures written", folder)
     print("temperatures " + " ".join(f"{t:.4f}" for t in fit.temperatures))
     return {
-        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(settings).items()},
+        "settings": {name: _plain(value) for name, value in asdict(settings).items()},
         "drafter": str(drafter.path),
         "records": records.about,
         "temperatures": list(fit.temperatures),
@@ -309,6 +320,13 @@ def finish(settings: CalibrateSettings, drafter: Drafter, config: DrafterConfig,
         "written": written,
         "splits": {name: report.as_json(entry) for name, entry in reports.items()},
     }
+
+
+def _plain(value: Any) -> Any:
+    """A setting as a JSON value: paths are texts."""
+    if isinstance(value, tuple):
+        return [_plain(entry) for entry in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def fit_or_refuse(records: Records, settings: STSSettings) -> STSFit:

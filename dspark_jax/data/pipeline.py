@@ -21,7 +21,7 @@ import numpy as np
 from dspark_jax.data import packing
 from dspark_jax.data.hidden_cache import HiddenCache, check_samples, empty_states, put_rows
 from dspark_jax.data.packing import EpochPlan
-from dspark_jax.data.records import RecordSamples, TrainingSample, sample_table
+from dspark_jax.data.records import TrainingSample, sample_id, sample_table
 
 _KEPT_PLANS = 2  # threads that read ahead may be one epoch further
 
@@ -95,7 +95,7 @@ class Pipeline:
         self._batch_size, self._seed, self._cache, self._pack = batch_size, seed, cache, pack
         self._lengths = self._table.lengths
         for number in np.flatnonzero(self._lengths > max_length)[:1]:
-            found = f"sample {self._id(number)!r} has {self._lengths[number]} tokens"
+            found = f"sample {sample_id(samples, number)!r} has {self._lengths[number]} tokens"
             raise ValueError(f"{found}, max_length is {max_length}")
         self.widths = _check_widths(buckets, max_length, pack)
         self.documents = packing.documents_of_a_row(self._lengths, max_length) if pack else 1
@@ -120,7 +120,7 @@ class Pipeline:
         return max(1, len(self.samples) // self._batch_size)
 
     def total_steps(self, epochs: int) -> int:
-        """Batches of the first `epochs` epochs. Packed rows are planned to know it: about 1 s for a million samples."""
+        """Batches of the first `epochs` epochs. Packed rows are planned to know it, 1 to 2 s per million samples."""
         if not self._pack:
             return epochs * self.steps_per_epoch
         with self._lock:
@@ -173,7 +173,8 @@ class Pipeline:
         """
         if self._cache is None:
             raise ValueError("states: batches with hidden states need a cache, this pipeline has none")
-        for name in map(self._id, range(len(self.samples))):
+        for number in range(len(self.samples)):
+            name = sample_id(self.samples, number)
             if name not in self._cache:
                 raise ValueError(f"{self._cache.folder}: sample {name!r} is not in the cache, build it first")
         check_samples(self._cache, self.samples)
@@ -205,9 +206,6 @@ class Pipeline:
         if wanted and not self._checked:
             self.check_cache()
         return wanted
-
-    def _id(self, number: int) -> str:
-        return self.samples.id(number) if isinstance(self.samples, RecordSamples) else self.samples[number].id
 
     def _locate(self, step: int) -> tuple[int, int]:
         """(epoch, batch in the epoch) of a step."""

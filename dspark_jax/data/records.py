@@ -231,6 +231,11 @@ def sample_table(samples: Sequence[TrainingSample]) -> SampleTable:
     return _as_table(array("q", (fact for sample in samples for fact in _facts(sample))))
 
 
+def sample_id(samples: Sequence[TrainingSample], number: int) -> str:
+    """The id of sample `number`; one of a `RecordSamples` is not read for it."""
+    return samples.id(number) if isinstance(samples, RecordSamples) else samples[number].id
+
+
 def _as_table(facts: array[int] | np.ndarray) -> SampleTable:
     """The table of n samples from their rows, one behind another or int64 [n, 5]."""
     columns = np.asarray(facts, np.int64).reshape(-1, len(_TABLE_TYPES)).T

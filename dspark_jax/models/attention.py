@@ -240,9 +240,9 @@ def _in_window(inputs: _Sequences, chunks: int, window: int, cap: float) -> Arra
     def chunk(index: Array | int) -> Array:
         start = index * size
         rows = jax.lax.dynamic_slice_in_dim(inputs.queries, start, size, 3)
-        near = [jax.lax.dynamic_slice_in_dim(x, start, size + window, 1) for x in (keys, values)]
+        k, v = (jax.lax.dynamic_slice_in_dim(x, start, size + window, 1) for x in (keys, values))
         seen = _visible(inputs.segments, start, size, start - window, size + window, window)
-        return softmax_attention(rows, *near, seen, 1.0, cap)
+        return softmax_attention(rows, k, v, seen, 1.0, cap)
 
     return _mapped(chunk, range(chunks))
 
@@ -309,13 +309,23 @@ def splash_attention(
 
     groups, per_group, head_dim, rows = q.shape
     padded = -(-length // _LANES) * _LANES
-    heads = [x.reshape(-1, head_dim, rows // length, length) for x in (q, k, v)]  # [H or G, hd, N, T]
-    heads = [jnp.pad(x, [(0, 0)] * 3 + [(0, padded - length)]) for x in heads]
-    heads = [jnp.transpose(x, (2, 0, 3, 1)) for x in heads]  # [N, H or G, T, hd]
+
+    def by_sequence(x: Array) -> Array:  # [..., hd, N * T] -> [N, H or G, T, hd]
+        x = x.reshape(-1, head_dim, rows // length, length)
+        return jnp.transpose(jnp.pad(x, [(0, 0)] * 3 + [(0, padded - length)]), (2, 0, 3, 1))
+
+    heads = [by_sequence(x) for x in (q, k, v)]
     shape = (padded, padded)
     mask = masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)
     block = next(size for size in (512, 384, 256, _LANES) if padded % size == 0)
-    sizes = kernels.BlockSizes(*[block] * 8)
+    sizes = kernels.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
     attend = kernels.make_splash_mha(
         masks.MultiHeadMask([mask] * (groups * per_group)),
         head_shards=1,
@@ -324,10 +334,10 @@ def splash_attention(
         attn_logits_soft_cap=cap or None,
         interpret=interpret,
     )
-    if segments is None:
-        out = jax.vmap(attend)(*heads)  # [N, H, T, hd]
-    else:
-        documents = jnp.pad(segments, ((0, 0), (0, padded - length)), constant_values=-1)
-        out = jax.vmap(lambda q, k, v, s: attend(q, k, v, kernels.SegmentIds(s, s)))(*heads, documents)
+    documents = None
+    if segments is not None:
+        ids = jnp.pad(segments, ((0, 0), (0, padded - length)), constant_values=-1)
+        documents = kernels.SegmentIds(ids, ids)
+    out = jax.vmap(attend)(*heads, documents)  # [N, H, T, hd]
     out = jnp.transpose(out[:, :, :length], (1, 3, 0, 2)).astype(jnp.float32)  # [H, hd, N, T]
     return out.reshape(q.shape)

@@ -34,7 +34,7 @@ from dspark_jax.models.layers import (
     softcap,
 )
 from dspark_jax.models.platform import for_cpu
-from dspark_jax.sharding import constrain, gathered
+from dspark_jax.sharding import active, constrain, gathered
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -140,6 +140,7 @@ def _run_layers(
     positions: Array,
     attends: Sequence[Attend],
     capture: tuple[int, ...],
+    regather: bool = False,
 ) -> tuple[Hidden, list[Any]]:
     """All layers on rows `ids [B]` at `positions [B]`, layer i attending by `attends[i]`; also their extra outputs."""
     x = embed(params, config, ids)  # [D, B]
@@ -148,6 +149,8 @@ def _run_layers(
     captured = {-1: x}
     extras = []
     for i, (layer, kind, attend) in enumerate(zip(params["layers"], kinds, attends, strict=True)):
+        if regather and active():
+            layer, x = jax.lax.optimization_barrier((layer, x))
         x, extra = decoder_layer(layer, config, kind, x, tables[kind], attend)
         extras.append(extra)
         if i in capture:
@@ -198,6 +201,7 @@ def forward(
     capture: tuple[int, ...] = (),
     segments: Array | None = None,
     positions: Array | None = None,
+    regather: bool = False,
 ) -> Hidden:
     """Whole sequences causally, without a cache: `Hidden` with B = N * T rows (sequence-major).
 
@@ -205,17 +209,20 @@ def forward(
         ids: int32 `[N, T]`. capture: layer ids whose outputs are wanted (-1: the embedding).
         segments: int32 `[N, T]`, the document of each token, which sees that document alone; None: a row is one.
         positions: int32 `[N, T]`, place of each token in its document; None: in its row.
+        regather: on a mesh, bring each layer's weights together when its turn comes. Without, a compiler that runs this
+            in a loop does it once, ahead of the loop, and holds them all.
     """
     sequences, length = ids.shape
+    dtype = None if for_cpu() else params["embed"].dtype  # CPUs keep the float32 that their caches have in decoding
     if positions is None:
         positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), sequences)
 
     def attend_in(layer: int) -> Attend:
         options = _score_options(config, layer)
-        return lambda q, k, v: (causal_attention(q, k, v, sequences, segments=segments, **options), None)
+        return lambda q, k, v: (causal_attention(q, k, v, sequences, segments=segments, dtype=dtype, **options), None)
 
     attends = [attend_in(i) for i in range(config.num_layers)]
-    return _run_layers(params, config, ids.reshape(-1), positions.reshape(-1), attends, capture)[0]
+    return _run_layers(params, config, ids.reshape(-1), positions.reshape(-1), attends, capture, regather)[0]
 
 
 def _score_options(config: TransformerConfig, layer: int) -> dict[str, Any]:

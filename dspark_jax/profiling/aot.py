@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from dspark_jax.models.platform import compiling_for
 from dspark_jax.profiling.aot_report import (
@@ -88,10 +89,12 @@ def _uncached() -> Iterator[None]:
     """Compiles anew: a program from the compilation cache comes without the compiler's account, in no time."""
     before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX looks at the setting once
     try:
         yield
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def _module(folder: Path, compiled: Any) -> Module | None:

@@ -72,7 +72,9 @@ def with_options(config: TrainSettings, settings: AotSettings) -> TrainSettings:
         own["buckets"] = ()
     if "batch_size" in own or settings.micro_batches is not None:
         own["micro_batches"] = settings.micro_batches or 1
-    return dataclasses.replace(config, **own, remat=config.remat or settings.remat)
+    return dataclasses.replace(
+        config, **own, remat=config.remat or settings.remat, regather=config.regather or settings.regather
+    )
 
 
 def target_config(file: Path | None, name: str | None) -> TransformerConfig:

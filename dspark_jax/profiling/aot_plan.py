@@ -42,13 +42,14 @@ class Kind:
     """One kind of program on any mesh.
 
     Attributes:
-        name: for reports. candidates: meshes in the order to try. arguments: bytes on a device that the arguments take;
-            raises ValueError where the mesh does not divide. compile_one: compiles it. hbm: bytes of a device or None.
+        name: for reports. candidates: meshes in the order to try. least: bytes on a device that are needed for sure,
+            known without compiling; raises ValueError where the mesh does not divide. compile_one: compiles it.
+        hbm: bytes of a device or None.
     """
 
     name: str
     candidates: Sequence[Candidate]
-    arguments: Callable[[Candidate], int]
+    least: Callable[[Candidate], int]
     compile_one: Callable[[Candidate], ProgramReport]
     hbm: int | None
 
@@ -62,28 +63,28 @@ class Kind:
         if first is not None and (first.fits or not suggest):
             return Outcome([first])
         others = [candidate for candidate in self.candidates if candidate != given]
-        found, tried = mesh_search.search(others, self.arguments, self.compile_one, self.hbm)
+        found, tried = mesh_search.search(others, self.least, self.compile_one, self.hbm)
         if first is not None:
             return Outcome([first], found, searched=True)
         if found is not None:
             return Outcome(tried[-1:])
-        best = min(tried, key=lambda report: report.needed) if tried else self._least()
+        best = min(tried, key=lambda report: report.needed) if tried else self._smallest()
         return Outcome([best], searched=True)
 
     def _report(self, candidate: Candidate) -> ProgramReport:
-        """A candidate's report; it is not compiled where its arguments alone are too much."""
-        least = self.arguments(candidate)
+        """A candidate's report; it is not compiled where what it needs for sure is too much."""
+        least = self.least(candidate)
         if self.hbm is not None and least > self.hbm:
             passes = candidate.micro_batches
             return ProgramReport(self.name, candidate.axes, passes, self.hbm, least, Times(0, 0))
         return self.compile_one(candidate)
 
-    def _least(self) -> ProgramReport:
-        """The report of the candidate whose arguments take least, where not even those fit."""
+    def _smallest(self) -> ProgramReport:
+        """The report of the candidate that needs least, where not even that fits."""
         sizes, refused = [], []
         for candidate in self.candidates:
             try:
-                sizes.append((self.arguments(candidate), candidate))
+                sizes.append((self.least(candidate), candidate))
             except ValueError as error:
                 refused.append(error)
         if not sizes:
@@ -108,10 +109,11 @@ def compile_train(
         one_each = max(config.batch_size // (axes["data"] * axes["fsdp"]), 1)
         given = Candidate(MeshShape(**axes), passes or one_each, config.remat)
 
-    def arguments(candidate: Candidate) -> int:
+    def least(candidate: Candidate) -> int:  # arguments, and gradients
         mesh = make_mesh(candidate.mesh, topology.devices)
         job.check(mesh, candidate.micro_batches)
-        return device_bytes(job.arguments(mesh, candidate.micro_batches))
+        arguments = job.arguments(mesh, candidate.micro_batches)
+        return device_bytes(arguments) + device_bytes(arguments[0].params)
 
     def compile_one(candidate: Candidate) -> ProgramReport:
         mesh = make_mesh(candidate.mesh, topology.devices)
@@ -126,7 +128,7 @@ def compile_train(
         )
 
     candidates = train_candidates(len(topology.devices), config.batch_size, config.remat, passes)
-    return Kind("train", candidates, arguments, compile_one, hbm).outcome(given, settings.suggest)
+    return Kind("train", candidates, least, compile_one, hbm).outcome(given, settings.suggest)
 
 
 def compile_decode(
@@ -144,7 +146,7 @@ def compile_decode(
     axes = given_mesh(settings, config, topology) if settings.mesh.given else None
     given = None if axes is None else Candidate(MeshShape(**axes))
 
-    def arguments(candidate: Candidate) -> int:
+    def least(candidate: Candidate) -> int:
         mesh = make_mesh(candidate.mesh, topology.devices)
         job.check(mesh)
         return device_bytes(job.arguments(mesh))
@@ -158,7 +160,7 @@ def compile_decode(
         return compile_bucket(candidate, job.buckets[-1])
 
     candidates = decode_candidates(len(topology.devices))
-    outcome = Kind("decode", candidates, arguments, compile_largest, hbm).outcome(given, settings.suggest)
+    outcome = Kind("decode", candidates, least, compile_largest, hbm).outcome(given, settings.suggest)
     if outcome.fits:
         used = Candidate(MeshShape(**outcome.reports[-1].mesh))
         outcome.reports[:0] = [compile_bucket(used, bucket) for bucket in job.buckets[:-1]]

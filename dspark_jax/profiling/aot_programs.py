@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from dspark_jax import sharding
 from dspark_jax.data.pipeline import HostBatch
+from dspark_jax.data.quantized import quantize, scale_group
 from dspark_jax.decoding.sampling import Mode
 from dspark_jax.decoding.schedule import Schedule, buckets_for
 from dspark_jax.decoding.state import DecodeState, Engine, init_state
@@ -36,7 +37,10 @@ _UPDATES = 1000  # of a run that goes by epochs: a constant of the program
 
 @dataclass(frozen=True)
 class TrainJob:
-    """A train step to compile: the run's settings, both models' configs, and the dtype of products and the target."""
+    """A train step to compile: the run's settings, both models' configs, and the dtype of products and the target.
+
+    For a run that fills a cache while it trains it is the first epoch's step, which gives its hidden states away.
+    """
 
     settings: TrainSettings
     target: TransformerConfig
@@ -67,7 +71,9 @@ class TrainJob:
             compute_dtype=self.dtype,
             target=self.target if self._online else None,
             micro_batches=micro_batches,
+            keep_states=run.states == "fill",
             remat=remat,
+            regather=run.regather,
         )
         return made.lower(*self.arguments(mesh, micro_batches))
 
@@ -103,12 +109,21 @@ class TrainJob:
         if self._online:
             return batch
         hidden = self.drafter.hidden_size
-        width = hidden * len(self.drafter.target_layer_ids)
-        return batch._replace(
-            features=array(self.dtype, length, width),
-            final=array(self.dtype, length, hidden),
-            normalizer=array(jnp.float32, length),
+        cached = jax.eval_shape(
+            lambda: (
+                self._cached((*passes, length, hidden * len(self.drafter.target_layer_ids))),
+                self._cached((*passes, length, hidden)),
+            )
         )
+        features, final = sharding.abstract(cached, jax.tree.map(lambda x: where, cached))
+        return batch._replace(features=features, final=final, normalizer=array(jnp.float32, length))
+
+    def _cached(self, shape: tuple[int, ...]) -> Any:
+        """Hidden states as the run's cache stores them."""
+        kind, states = self.settings.cache_kind, jnp.zeros(shape, jnp.float32)
+        if kind in ("int8", "fp8"):
+            return quantize(states, kind, scale_group(self.drafter.hidden_size))
+        return states.astype(self.dtype if kind == "auto" else kind)
 
 
 @dataclass(frozen=True)

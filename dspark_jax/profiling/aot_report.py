@@ -72,8 +72,8 @@ class ProgramReport:
     Attributes:
         name: train, or decode with its rows. mesh: devices by axis. micro_batches: of a train step, else 1.
         hbm: bytes that a device has for programs; None: not limited. needed: bytes that the program needs at least.
-        memory: None where the compiler gave up, or was not asked because the arguments are too large (then `times` are
-            0). largest: its biggest arrays.
+        memory: None where the compiler gave up, or was not asked because what is sure is too much (then `times` are 0).
+        largest: its biggest arrays.
     """
 
     name: str
@@ -124,8 +124,8 @@ def mesh_text(mesh: dict[str, int], micro_batches: int = 0) -> str:
 def refusal(report: ProgramReport) -> str:
     """Why a program does not fit, with the sizes; for one that does not."""
     there = "what a chip has" if report.hbm is None else f"the {report.hbm / GIB:.2f} GiB that a chip has"
-    parts = "its arguments alone need" if report.times.compile == 0 else "needs"
-    text = f"{report.name}: does not fit: {parts} {report.needed / GIB:.2f} GiB of {there}"
+    sure = " (arguments, and gradients in training; not compiled)" if report.times.compile == 0 else ""
+    text = f"{report.name}: does not fit: needs {report.needed / GIB:.2f} GiB{sure} of {there}"
     if report.memory is not None:
         m = report.memory
         text += (

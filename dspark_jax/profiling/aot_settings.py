@@ -53,6 +53,7 @@ class AotSettings:
         max_length: tokens of a sequence, in place of the config's.
         num_anchors: blocks of a sequence, in place of the config's.
         remat: keep less of the drafter's forward pass than the config says.
+        regather: bring the target's weights together anew in each micro-batch, unlike the config.
         requests: requests decoded together, over all devices. Left out: 8 for each device.
         context: tokens that the caches hold for each request.
         sampling: the sampling program of decoding: greedy, plain (temperature) or filtered (top-p, top-k, min-p).
@@ -72,6 +73,7 @@ class AotSettings:
     max_length: int | None = None
     num_anchors: int | None = None
     remat: bool = False
+    regather: bool = False
     requests: int | None = None
     context: int = 4096
     sampling: Literal["greedy", "plain", "filtered"] = "greedy"

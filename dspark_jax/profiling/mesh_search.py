@@ -1,8 +1,8 @@
 """Finds a mesh on which a program fits: few candidates in order of how little they communicate, cheap checks first.
 
 Copies of everything need no communication but of gradients, `fsdp` brings weights together once a layer, `tensor` sums
-activations several times a layer: so they are tried in this order. What arguments need on a device is known without
-compiling; how much else there is, is learnt from the candidates that the compiler has refused.
+activations several times a layer: so they are tried in this order. What arguments and gradients need on a device is
+known without compiling; how much else there is, is learnt from the candidates that the compiler has refused.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def decode_candidates(devices: int) -> list[Candidate]:
 
 def search(
     candidates: Sequence[Candidate],
-    arguments: Callable[[Candidate], int],
+    least: Callable[[Candidate], int],
     compile_one: Callable[[Candidate], ProgramReport],
     hbm: int | None,
     tries: int = TRIES,
@@ -78,20 +78,20 @@ def search(
     """The first candidate that fits, and the reports of all that were compiled (the last is the found one's).
 
     Args:
-        arguments: bytes on a device that a candidate needs at least; raises ValueError where it does not divide.
+        least: bytes on a device that a candidate needs for sure; raises ValueError where its mesh does not divide.
         compile_one: compiles a candidate. hbm: bytes of a device, None: not limited. tries: compilations at most.
     """
     reports: list[ProgramReport] = []
-    beside: dict[tuple[int, bool], int] = {}  # (tensor, remat) -> bytes beside arguments, as last seen
+    beside: dict[tuple[int, bool], int] = {}  # (tensor, remat) -> bytes beside those, as last seen
     for candidate in candidates:
         if len(reports) == tries:
             break
         try:
-            least = arguments(candidate)
+            sure = least(candidate)
         except ValueError as error:
             logger.debug("%s: %s", candidate, error)
             continue
-        expected = least + _expected(beside, candidate)
+        expected = sure + _expected(beside, candidate)
         if hbm is not None and expected > hbm:
             logger.info("%s: not tried, would need %.2f GiB at least", candidate, expected / GIB)
             continue
@@ -101,12 +101,12 @@ def search(
         logger.info("%s: %s, %.2f GiB", candidate, verdict, report.needed / GIB)
         if report.fits:
             return candidate, reports
-        beside[candidate.mesh.tensor, candidate.remat] = max(report.needed - least, 0)
+        beside[candidate.mesh.tensor, candidate.remat] = max(report.needed - sure, 0)
     return None, reports
 
 
 def _expected(beside: dict[tuple[int, bool], int], candidate: Candidate) -> int:
-    """What a candidate needs beside its arguments, at least: as others did, in equal parts over more of `tensor`."""
+    """What a candidate needs beside what is sure, at least: as others did, in equal parts over more of `tensor`."""
     tensor = candidate.mesh.tensor
     known = [
         n * other // tensor for (other, remat), n in beside.items() if remat == candidate.remat and other <= tensor

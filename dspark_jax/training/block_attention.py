@@ -97,7 +97,8 @@ def block_attention(
 ) -> Array:
     """Attention of N x A blocks of K slots to their sequence's context and to themselves.
 
-    Memory beyond inputs and outputs does not depend on A; time is linear in A, and in the context that blocks see.
+    Memory beyond inputs, results and copies of them depends on neither A nor T; time is linear in A, and in the context
+    that blocks see.
 
     Args:
         q: `[G, Q, hd, N * A * K]`. k, v: `[G, hd, N * A * K]`. context_k, context_v: `[G, hd, N * T]`.
@@ -142,14 +143,26 @@ def choose_form(queries: tuple[int, ...], length: int, blocks: tuple[int, ...], 
     return Form(scale, dtype, size, -(-count // (chunks * size)), min(tile, -(-length // 8) * 8))
 
 
-def _local_attention(form: Form, *arguments: Array) -> Array:
+def _local_attention(
+    form: Form,
+    q: Array,
+    k: Array,
+    v: Array,
+    context_k: Array,
+    context_v: Array,
+    first: Array,
+    anchors: Array,
+    keep: Array,
+) -> Array:
     """`block_attention` of one device's sequences and heads, or of all where the compiler spreads them out."""
-    sequences = arguments[-1].shape[0]
-    if not for_cpu():  # kept for the backward pass as they are; CPUs convert what they move, and move float32 as well
-        arguments = (*(x.astype(form.dtype) for x in arguments[:5]), *arguments[5:])
-    split = [x.reshape(*x.shape[:-1], sequences, -1) for x in arguments[:5]]
-    out = _attention(form, Inputs(*split, *arguments[5:]))
-    return out.reshape(arguments[0].shape)
+
+    def apart(x: Array) -> Array:  # [..., N * X] -> [..., N, X]
+        # What is kept for the backward pass. CPUs convert what they move, and move float32 as well.
+        x = x if for_cpu() else x.astype(form.dtype)
+        return x.reshape(*x.shape[:-1], anchors.shape[0], -1)
+
+    arrays = [apart(x) for x in (q, k, v, context_k, context_v)]
+    return _attention(form, Inputs._make([*arrays, first, anchors, keep])).reshape(q.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -172,10 +185,11 @@ def _attention_forward(form: Form, inputs: Inputs) -> tuple[Array, tuple[Inputs,
 def _attention_backward(form: Form, saved: tuple[Inputs, Array, Array], cotangent: Array) -> tuple[Inputs]:
     inputs, tiles = saved[0], _tiles(form, saved[0])
     if form.kernel:
-        grads = _backward_kernel(form, *saved, cotangent, tiles)
+        parts = _backward_kernel(form, *saved, cotangent, tiles)
     else:
-        grads = _each_sequence(partial(_backward_sequence, form), (*saved, cotangent), tiles)
-    return (Inputs(*(x.astype(y.dtype) for x, y in zip(grads, inputs, strict=False)), None, None, None),)
+        parts = _each_sequence(partial(_backward_sequence, form), (*saved, cotangent), tiles)
+    grads = [x.astype(y.dtype) for x, y in zip(parts, inputs[:5], strict=True)]
+    return (Inputs._make([*grads, None, None, None]),)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -221,9 +235,9 @@ def _cut(form: Form, one: Inputs) -> Parts:
     slots = one.q.shape[-1] // one.keep.shape[-1]
     chunk = form.size * form.groups
 
-    def by_group(x: Array) -> Array:  # [..., A * K] -> [..., C, P, b * K]
+    def by_group(x: Array) -> Array:  # [G, hd, A * K] -> [C, G, P, b * K, hd]
         x = _padded(x.astype(form.dtype), chunk * slots)
-        return x.reshape(*x.shape[:-1], -1, form.groups, form.size * slots)
+        return jnp.transpose(x.reshape(*x.shape[:2], -1, form.groups, form.size * slots), (2, 0, 3, 4, 1))
 
     def by_tile(x: Array) -> Array:  # [G, hd, T] -> [T / S, G, S, hd]
         x = _padded(x.astype(form.dtype), form.tile)
@@ -232,10 +246,14 @@ def _cut(form: Form, one: Inputs) -> Parts:
     bounds = jnp.stack([jnp.where(one.keep, one.first, _FAR), jnp.where(one.keep, one.anchors, 0)])  # [2, A]
     bounds = _padded(bounds, chunk).reshape(2, -1, form.groups, 1, form.size, 1)
     bounds = jnp.broadcast_to(bounds, (*bounds.shape[:3], one.q.shape[1], form.size, slots))
-    own = (jnp.transpose(by_group(x), (2, 0, 3, 4, 1)) for x in (one.k, one.v))
-    context = (by_tile(x) for x in (one.context_k, one.context_v))
-    bounds = jnp.swapaxes(bounds.reshape(2, bounds.shape[1], -1), 0, 1)
-    return Parts(_by_chunk(form, one.q.astype(form.dtype), slots), *own, *context, bounds)
+    return Parts(
+        q=_by_chunk(form, one.q.astype(form.dtype), slots),
+        k=by_group(one.k),
+        v=by_group(one.v),
+        context_k=by_tile(one.context_k),
+        context_v=by_tile(one.context_v),
+        bounds=jnp.swapaxes(bounds.reshape(2, bounds.shape[1], -1), 0, 1),
+    )
 
 
 def _by_chunk(form: Form, x: Array, slots: int) -> Array:
@@ -312,8 +330,8 @@ def _backward_sequence(
             dvalues = dvalues.at[index].add(_product(cotangent, far, -1))
             return dq + _product(keys_t[index], dfar, -2), dkeys, dvalues
 
-        dq, *sums = jax.lax.fori_loop(begin, end, tile, (dq, *sums))
-        return tuple(sums), (dq, _transposed(dk), _transposed(dv))
+        dq, dkeys, dvalues = jax.lax.fori_loop(begin, end, tile, (dq, *sums))
+        return (dkeys, dvalues), (dq, _transposed(dk), _transposed(dv))
 
     zeros = jnp.zeros(keys_t.shape)
     chunks = (parts.q, parts.k, parts.v, parts.bounds, tiles.T, normalizer[:, :, None], mean, cotangent)

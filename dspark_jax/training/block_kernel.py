@@ -98,7 +98,7 @@ def backward(
     scale: float,
     size: int,
     interpret: bool = False,
-) -> tuple[Array, Array, Array, Array, Array]:
+) -> tuple[Array, ...]:
     """Gradients of the five arrays of `parts`, as these are; sums are float32.
 
     Args:
@@ -360,8 +360,7 @@ def _float32(*shape: int) -> Any:
 
 
 def _parameters() -> Any:
-    semantics = ("parallel", "parallel", "parallel", "arbitrary")
-    return pltpu.CompilerParams(dimension_semantics=semantics)
+    return pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"))
 
 
 def _cost(parts: Any, q: Array, products: int, out_bytes: int) -> pl.CostEstimate:

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,16 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dspark_jax.checkpoints.drafters import write_drafter
 from dspark_jax.checkpoints.load import Drafter, Target
 from dspark_jax.data.hidden_cache import HiddenCache
 from dspark_jax.data.pipeline import Pipeline
 from dspark_jax.data.records import TrainingSample
 from dspark_jax.decoding.generate import Generator, Request
 from dspark_jax.decoding.sampling import SamplingParams
-from dspark_jax.training.distributed import is_main, to_host
 from dspark_jax.training.objectives import TrainableConfig
-from dspark_jax.training.step import TrainState, TrainStep, addressable_rows, place_batch
+from dspark_jax.training.step import TrainStep, addressable_rows, place_batch
 
 logger = logging.getLogger(__name__)
 
@@ -146,19 +143,3 @@ def decoded(
             raise
         logger.warning("no accepted length: %s cannot hold target and drafter, held-out losses decide", device)
         return {}
-
-
-def export(
-    folder: Path, config: TrainableConfig, state: TrainState, d2t: np.ndarray | None, fields: dict[str, Any]
-) -> None:
-    """Write the drafter as a folder, which is replaced as a whole; embedding and head stay with the target.
-
-    All processes must call it, the first one writes.
-
-    Args:
-        state: of any sharding; its average of the weights where there is one. d2t: as `decoded`.
-        fields: for its `config.json`, beside the config's own.
-    """
-    weights = to_host(state.best) | ({} if d2t is None else {"d2t": d2t})
-    if is_main():
-        write_drafter(folder, config, weights, extra=fields, include_embeddings=False)

@@ -63,7 +63,8 @@ def loss_counts(
         frozen: as `losses.block_loss` takes it. drawn: from `draw`.
     """
     if isinstance(config, DrafterConfig):
-        return block_counts(frozen, loss, config.block_size, input_ids, loss_mask, *drawn, segments)
+        anchors, keep = drawn
+        return block_counts(frozen, loss, config.block_size, input_ids, loss_mask, anchors, keep, segments)
     if isinstance(config, Eagle3Config):
         return eagle3_counts(input_ids)
     return mtp_counts(frozen, input_ids, loss_mask, segments)

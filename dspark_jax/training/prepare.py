@@ -29,9 +29,10 @@ from dspark_jax.models.config import TransformerConfig
 from dspark_jax.sharding import MeshShape, check_mesh, make_mesh, put, replicated
 from dspark_jax.training.distributed import barrier
 from dspark_jax.training.evaluate import HeldOut
+from dspark_jax.training.export import Exporter
 from dspark_jax.training.feed import Feed, Filling
 from dspark_jax.training.fill import Filler
-from dspark_jax.training.objectives import TrainableConfig, check_loss
+from dspark_jax.training.objectives import TrainableConfig, check_loss, recorded_fields
 from dspark_jax.training.optimizer import cosine_schedule, make_optimizer
 from dspark_jax.training.settings import TrainSettings, drafter_config, resolve_dtype
 from dspark_jax.training.step import (
@@ -56,7 +57,8 @@ class Run(NamedTuple):
         settings: of the run. target: the frozen model; without parameters in runs of several processes.
         identity: a hash of the target. config: the drafter's. held_out: samples kept out of training, and their losses.
         d2t: int32 [Vd] offsets of a reduced vocabulary, None for all tokens. mesh: the devices.
-        feed: batches and updates. like: shapes and places of the state. fresh: makes the state to start with.
+        feed: batches and updates. exporter: writes drafters.
+        like: shapes and places of the state. fresh: makes the state to start with.
     """
 
     settings: TrainSettings
@@ -68,6 +70,7 @@ class Run(NamedTuple):
     d2t: np.ndarray | None
     mesh: Mesh
     feed: Feed
+    exporter: Exporter
     like: TrainState
     fresh: Callable[[], TrainState]
 
@@ -151,7 +154,10 @@ def prepare(settings: TrainSettings) -> Run:
     )
     if jax.process_count() > 1:  # its devices keep what the steps read, and nothing decodes here
         target = dataclasses.replace(target, params={})
-    return Run(settings, target, source.key.fingerprint, config, held_out, losses, d2t, mesh, feed, like, fresh)
+    recorded = recorded_fields(config, settings.loss, settings.num_anchors)
+    exporter = Exporter(Path(settings.output), config, d2t, recorded)
+    identity = source.key.fingerprint
+    return Run(settings, target, identity, config, held_out, losses, d2t, mesh, feed, exporter, like, fresh)
 
 
 class _Source:
@@ -204,7 +210,8 @@ class _Source:
         """Batches with the steps that take them, and the held-out losses."""
         settings, mesh, target = self.settings, self.mesh, self.target
         common: dict[str, Any] = dict(num_anchors=settings.num_anchors, seed=settings.seed, compute_dtype=self.dtype)
-        updates = common | dict(ema=settings.ema, micro_batches=settings.micro_batches, remat=settings.remat)
+        names = ("ema", "micro_batches", "remat", "regather")
+        updates = common | {name: getattr(settings, name) for name in names}
         inside = target.config if cache is None else None  # the target runs in the steps
         step = make_step(self.config, settings.loss, optimizer, mesh, target=inside, **updates)
         frozen = self._frozen(d2t, cache is None)

@@ -97,6 +97,8 @@ class TrainSettings:
         seed: of the weights, the order of the samples and the anchors.
         remat: compute the drafter's layers again in the backward pass in place of keeping what is in them: slower,
             with less memory.
+        regather: with states online, on a mesh that cuts the target: bring its weights together anew in each
+            micro-batch, a layer at a time, in place of once for all: less memory, more communication.
         checkpoint_every: updates between two checkpoints, each with an export of the drafter; 0: only at the end.
         keep_checkpoints: newest checkpoints that stay on the disk; the one of the best drafter stays too.
         eval_every: updates between two evaluations, each with a checkpoint; 0: only at the end.
@@ -139,6 +141,7 @@ class TrainSettings:
     compute_dtype: str = "auto"
     seed: int = 0
     remat: bool = False
+    regather: bool = False
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
     eval_every: int = 500

@@ -190,6 +190,7 @@ def make_step(
     micro_batches: int = 1,
     keep_states: bool = False,
     remat: bool = False,
+    regather: bool = False,
 ) -> TrainStep:
     """Compile-once training step.
 
@@ -199,6 +200,8 @@ def make_step(
         target: the target's config where its hidden states are computed in the step; then the batch has no features.
         micro_batches: M. keep_states: also return the hidden states, to put them into a cache (needs `target`).
         remat: keep less of the drafter's forward pass, and compute it again in the backward pass.
+        regather: bring the target's weights together anew in each micro-batch, a layer at a time, in place of once for
+            all of them: less memory, more communication.
 
     Returns:
         `step(state, frozen, batch, epoch) -> (state, metrics)`, or `(state, metrics, States)`. The old state is
@@ -217,7 +220,7 @@ def make_step(
         drawn, counts = _drawn(config, loss, shared, batch, seed, epoch, num_anchors)
 
         def one(batch: DeviceBatch, drawn: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-            inputs = jax.lax.stop_gradient(_inputs(config, target, frozen, batch, compute_dtype))
+            inputs = jax.lax.stop_gradient(_inputs(config, target, frozen, batch, compute_dtype, regather))
 
             def objective(params: Params) -> tuple[jax.Array, Metrics]:
                 return drafter_loss(params, shared, config, loss, inputs, drawn, compute_dtype, counts, remat)
@@ -304,7 +307,12 @@ def _drawn(
 
 
 def _inputs(
-    config: TrainableConfig, target: TransformerConfig | None, frozen: Params, batch: DeviceBatch, dtype: DTypeLike
+    config: TrainableConfig,
+    target: TransformerConfig | None,
+    frozen: Params,
+    batch: DeviceBatch,
+    dtype: DTypeLike,
+    regather: bool = False,
 ) -> Batch:
     """One micro-batch with its hidden states: those that came with it, or the target's forward pass."""
     ids, segments = batch.input_ids, batch.segments
@@ -315,7 +323,7 @@ def _inputs(
         return Batch(ids, batch.loss_mask, features, final, batch.normalizer, segments)
     params = jax.tree.map(lambda x: x.astype(dtype), frozen["target"])
     positions = None if segments is None else document_positions(segments)
-    hidden = transformer.forward(params, target, ids, config.target_layer_ids, segments, positions)
+    hidden = transformer.forward(params, target, ids, config.target_layer_ids, segments, positions, regather)
 
     def rows(x: jax.Array) -> jax.Array:  # [W, N * T] -> [N, T, W]
         return sharding.constrain(x.astype(dtype).T.reshape(*ids.shape, -1), "batch", None, None)

@@ -21,9 +21,8 @@ from tqdm import tqdm
 from dspark_jax.config import log_to_stderr
 from dspark_jax.training.checkpoint import Checkpoints
 from dspark_jax.training.distributed import check_shared, is_main, start, stop_on_signals
-from dspark_jax.training.evaluate import Best, better, decoded, export
+from dspark_jax.training.evaluate import Best, better, decoded
 from dspark_jax.training.log import Log
-from dspark_jax.training.objectives import recorded_fields
 from dspark_jax.training.optimizer import learning_rate
 from dspark_jax.training.prepare import Run, prepare, stop_ids
 from dspark_jax.training.settings import TrainSettings
@@ -93,7 +92,12 @@ def train(settings: TrainSettings) -> TrainState:
     check_shared(Path(settings.output))
     run = prepare(settings)
     folder = run.output / "checkpoints"
-    with Checkpoints(folder, settings.keep_checkpoints) as checkpoints, stop_on_signals() as stop, closing(run.feed):
+    with (
+        Checkpoints(folder, settings.keep_checkpoints) as checkpoints,
+        stop_on_signals() as stop,
+        closing(run.exporter),
+        closing(run.feed),
+    ):
         state, best, window = resume(run, checkpoints)
         first = int(state.step)
         bar = tqdm(total=run.total, initial=first, desc="train", mininterval=1.0, disable=not is_main())
@@ -113,11 +117,10 @@ def train(settings: TrainSettings) -> TrainState:
                     run.feed.commit()
                     progress = {"best": asdict(best) if best else None, "window": log.window}
                     checkpoints.save(number, state, run.facts, progress, best.step if best else None)
-                    export_to(run, "drafter", state)
+                    run.exporter.write("drafter", state)
                 if stopped and not last:
                     logger.info("asked to stop: saved at update %d of %d, start again to go on", number, run.total)
                     break
-        checkpoints.wait()
     return state
 
 
@@ -134,9 +137,11 @@ def resume(run: Run, checkpoints: Checkpoints) -> tuple[TrainState, Best | None,
     state, progress = checkpoints.restore(run.like, run.facts)
     number = int(state.step)
     logger.info("resumed at update %d of %d", number, run.total)
-    if number == run.total:
-        export_to(run, "drafter", state)  # in case that it was killed right behind the last checkpoint
     best = Best(**progress["best"]) if progress["best"] else None
+    if number == run.total:  # exports that were not done when it was killed, and will not be done again
+        run.exporter.write("drafter", state)
+    if best is not None and best.step == number:
+        run.exporter.write("best", state, evaluation=asdict(best))
     return state, best, progress["window"]
 
 
@@ -163,11 +168,5 @@ def evaluate(run: Run, state: TrainState, number: int, best: Best | None, log: L
     new = better(best, result, number)
     if new is not None:
         logger.info("update %d: %s %.3f, the best so far", number, new.name, new.value)
-        export_to(run, "best", state, {"evaluation": asdict(new)})
+        run.exporter.write("best", state, evaluation=asdict(new))
     return new or best
-
-
-def export_to(run: Run, name: str, state: TrainState, fields: dict[str, Any] | None = None) -> None:
-    """Write the drafter to OUTPUT/NAME, in DeepSpec's format, with `fields` in its `config.json`."""
-    recorded = recorded_fields(run.config, run.settings.loss, run.settings.num_anchors)
-    export(run.output / name, run.config, state, run.d2t, recorded | (fields or {}))

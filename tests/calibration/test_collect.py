@@ -8,7 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dspark_jax.calibration.collect import Records, check_drafter, collect, fingerprint, load_records, save_records
+from dspark_jax.calibration.collect import (
+    Records,
+    check_drafter,
+    collect,
+    fingerprint,
+    load_records,
+    merge,
+    save_records,
+)
 from dspark_jax.decoding.generate import Generator, Request
 from dspark_jax.decoding.sampling import SamplingParams
 from tests.decoding.tiny import BLOCK, other_drafter, tiny_drafter, tiny_target
@@ -129,6 +137,22 @@ def test_damaged_files_are_refused(records, tmp_path):
         np.savez(file, **(dict(arrays) | {"accepted": np.zeros(3, np.int8)}))
     with pytest.raises(ValueError, match=r"accepted \(3,\): must be"):
         load_records(file)
+
+
+def test_records_of_several_runs_become_one(records):
+    jobs = requests(30)[24:]
+    other = collect(TARGET, DRAFTER, jobs, ["a"] * 6, [True] * 6, batch_size=4, stop_ids=STOP)
+    both = merge([records, other])
+    assert both.domains == ("a", "even", "odd") and both.ids == (*records.ids, *other.ids)
+    late = both.rows(both.request >= 24)
+    np.testing.assert_array_equal(late.confidence, other.confidence)
+    np.testing.assert_array_equal(late.request - 24, other.request)
+    assert both.domain[24:].tolist() == [0] * 6 and (both.domain[:24] == records.domain + 1).all()
+    assert len(both.split(True).accepted) == len(records.split(True).accepted) + len(other.accepted)
+    with pytest.raises(ValueError, match="request 'r0': is in the records twice"):
+        merge([records, records])
+    with pytest.raises(ValueError, match="records of drafters that differ: fingerprint"):
+        merge([records, replace(other, about=other.about | {"fingerprint": "0"})])
 
 
 def test_drafters_without_confidences_are_refused():

@@ -492,3 +492,53 @@ def test_config_fields_are_plain_json(golden):
     for name in DRAFTERS:
         fields = config_fields(read_drafter(golden / name, jnp.float32)[0])
         assert json.loads(json.dumps(fields)) == fields
+
+
+def test_temperatures_of_the_confidence_head_round_trip(folder, tmp_path):
+    config, params = read_drafter(folder, jnp.float32)
+    assert config.confidence_temperatures == () and deepspec.TEMPERATURES not in config_fields(config)
+    temperatures = tuple(0.5 + k / 4 for k in range(config.block_size))
+    calibrated = replace(config, confidence_temperatures=temperatures)
+    write_drafter(tmp_path / "copy", calibrated, params, storage_dtype="float32")
+    assert read_drafter(tmp_path / "copy", jnp.float32)[0] == calibrated
+    before = json.loads((folder / "config.json").read_text())
+    deepspec.write_temperatures(folder, temperatures)
+    assert json.loads((folder / "config.json").read_text()) == before | {deepspec.TEMPERATURES: list(temperatures)}
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert read_drafter(folder, jnp.float32)[0] == calibrated
+    for nothing in (None, []):
+        edit(folder, confidence_temperatures=nothing)
+        assert read_drafter(folder, jnp.float32)[0] == config
+
+
+def test_a_copy_with_temperatures_has_the_same_weights(folder, tmp_path):
+    temperatures = (2.0,) * read_drafter(folder, jnp.float32)[0].block_size
+    for _ in range(2):  # an older copy is replaced
+        deepspec.copy_with_temperatures(folder, tmp_path / "copy", temperatures)
+    assert (tmp_path / "copy/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert read_drafter(tmp_path / "copy", jnp.float32)[0].confidence_temperatures == temperatures
+    assert deepspec.TEMPERATURES not in json.loads((folder / "config.json").read_text())
+    (tmp_path / "copy/notes").touch()
+    with pytest.raises(ValueError, match="holds notes, which is no part of a drafter"):
+        deepspec.copy_with_temperatures(folder, tmp_path / "copy", temperatures)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("1.0", "config field confidence_temperatures '1.0': must be a list of numbers"),
+        ([1.0, True], "must be a list of numbers"),
+        ([1.0], "must be one for each of block_size"),
+        ([0.0] * 7, "must be positive, finite numbers"),
+    ],
+    ids=str,
+)
+def test_wrong_temperatures_are_refused(folder, value, message):
+    edit(folder, confidence_temperatures=value)
+    with pytest.raises(ValueError, match=message):
+        read_drafter(folder, jnp.float32)
+    edit(folder, confidence_temperatures=...)
+    before = (folder / "config.json").read_bytes()
+    with pytest.raises(ValueError, match="config.json: confidence_temperatures"):
+        deepspec.write_temperatures(folder, (1.0, -1.0))
+    assert (folder / "config.json").read_bytes() == before

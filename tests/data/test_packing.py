@@ -87,12 +87,12 @@ def test_windows_are_packed_one_by_one() -> None:
     assert sorted(rows) == list(range(len(short)))  # no two fit into one row
 
 
-def test_a_million_lengths_take_seconds_and_leave_little_room() -> None:
+def test_many_lengths_take_little_time_and_leave_little_room() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(6.6, 0.8, 100_000), 20, 4096).astype(np.int32)
     documents = packing.documents_of_a_row(lengths, 4096)
-    began = time.perf_counter()
+    began = time.process_time()
     plan = plan_packed(lengths, 64, 4096, documents, 0, 0)
-    assert time.perf_counter() - began < 5  # measured: 0.15 s
+    assert time.process_time() - began < 5  # about 0.2 s; a plain loop takes minutes
     assert plan.padding(lengths) < 0.01
     assert plan_rows(lengths, 64, 4096, 0, 0).padding(lengths) > 0.7
 

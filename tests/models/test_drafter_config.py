@@ -57,6 +57,23 @@ def refused(message: str, **changes) -> None:
         replace(DRAFTER, **changes)
 
 
+def test_temperatures_of_the_confidence_head():
+    assert DRAFTER.confidence_temperatures == ()
+    assert replace(DRAFTER, confidence_temperatures=(0.5,) * 7).confidence_temperatures == (0.5,) * 7
+    refused(
+        r"confidence_temperatures \[1.0, 2.0\]: must be one for each of block_size 7",
+        confidence_temperatures=(1.0, 2.0),
+    )
+    for bad in (0.0, -1.0, float("nan"), float("inf"), 1e-40):
+        refused("must be positive, finite numbers", confidence_temperatures=(1.0,) * 6 + (bad,))
+    refused(
+        "there is no confidence head",
+        confidence=False,
+        confidence_with_markov=False,
+        confidence_temperatures=(1.0,) * 7,
+    )
+
+
 @pytest.mark.parametrize("ids", [(0,), (-1,), (-1, 0), (-1, 2, 4), (0, 1, 2, 3, 4), (4,)])
 def test_layer_ids_that_exist(ids):
     assert replace(DRAFTER, target_layer_ids=ids).target_layer_ids == ids

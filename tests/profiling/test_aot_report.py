@@ -49,7 +49,7 @@ def test_a_refusal_names_the_sizes() -> None:
     assert not given_up.fits
     assert refusal(given_up) == "train: does not fit: needs 48.00 GiB of the 16.00 GiB that a chip has"
     unasked = ProgramReport("train", MESH, 8, 16 * GIB, 17 * GIB, Times(0, 0))
-    assert "its arguments alone need 17.00 GiB of the 16.00 GiB" in refusal(unasked)
+    assert "needs 17.00 GiB (arguments, and gradients in training; not compiled) of the 16.00 GiB" in refusal(unasked)
 
 
 @pytest.mark.parametrize(

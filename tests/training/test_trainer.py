@@ -149,11 +149,9 @@ def test_log_tells_tokens_padding_and_time(folder: Path, whole: TrainState) -> N
 
 
 MODES: dict[str, dict[str, Any]] = {
-    "online": {"states": "online"},
-    "fill": {"states": "fill"},
+    "fill": {"states": "fill", "cache_kind": "int8"},
     "packed": {"states": "online", "pack": True, "batch_size": 2, "max_length": 64},
     "buckets": {"states": "cache", "buckets": (24, 28)},
-    "int8": {"states": "fill", "cache_kind": "int8"},
 }
 
 
