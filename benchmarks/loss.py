@@ -1,4 +1,4 @@
-"""The loss in chunks against the plain one that holds the vocabulary for all slots: memory as the compiler plans it, time.
+"""The loss in chunks against the plain one that holds the vocabulary for all slots: memory as planned, and time.
 
 Both give CE and TV of the same slots and their gradients with respect to the hidden states, the Markov vectors and W2.
 The chunked one's memory beyond its inputs and results does not grow with the number of slots.

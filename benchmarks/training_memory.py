@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from common import Case, machine, measure, report, table
 
-from benchmarks.common import Case, machine, measure, report, table
 from dspark_jax.training.block_attention import block_attention
 
 Array = jax.Array

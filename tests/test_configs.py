@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+from dspark_jax.checkpoints.known_configs import KNOWN_CONFIGS
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.drafters.eagle3 import Eagle3Config
 from dspark_jax.drafters.interface import init_params
@@ -31,66 +32,13 @@ SAMPLES, LENGTH, EPOCHS = 1.3e6, 4096, 10
 CHIP_HOUR = 0.4 * 459e12 * 3600  # FLOP of a v5p chip in an hour, at 40 % of its peak
 
 
-def qwen3(hidden: int, mlp: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
-    """The fields of a published Qwen3 `config.json` that matter here."""
-    return {
-        "model_type": "qwen3",
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000,
-        "rope_scaling": None,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": tied,
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "use_sliding_window": False,
-    }
-
-
-GEMMA = {
-    "model_type": "gemma4_unified",
-    "text_config": {
-        "model_type": "gemma4_unified_text",
-        "hidden_size": 3840,
-        "intermediate_size": 15360,
-        "num_hidden_layers": 48,
-        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 8,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 256,
-        "num_global_key_value_heads": 1,
-        "global_head_dim": 512,
-        "attention_k_eq_v": True,
-        "sliding_window": 1024,
-        "vocab_size": 262144,
-        "max_position_embeddings": 262144,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-        "final_logit_softcapping": 30.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size_per_layer_input": 0,
-        "enable_moe_block": False,
-        "num_kv_shared_layers": 0,
-        "use_double_wide_mlp": False,
-        "use_bidirectional_attention": "vision",
-    },
+HUB_IDS = {
+    "qwen3_4b": "Qwen/Qwen3-4B",
+    "qwen3_8b": "Qwen/Qwen3-8B",
+    "qwen3_14b": "Qwen/Qwen3-14B",
+    "gemma4_12b": "google/gemma-4-12B-it",
 }
-PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_4b": ("Qwen/Qwen3-4B", qwen3(2560, 9728, 36, 32, tied=True)),
-    "qwen3_8b": ("Qwen/Qwen3-8B", qwen3(4096, 12288, 36, 32, tied=False)),
-    "qwen3_14b": ("Qwen/Qwen3-14B", qwen3(5120, 17408, 40, 40, tied=False)),
-    "gemma4_12b": ("google/gemma-4-12B-it", GEMMA),
-}
+PUBLISHED = {name: (hub_id, KNOWN_CONFIGS[hub_id]) for name, hub_id in HUB_IDS.items()}
 # Trainable parameters, from and to: five layers of a DSpark drafter are about an eighth of its target.
 PARAMETERS = {
     ("dspark", "qwen3_4b"): (0.60e9, 0.63e9),
@@ -203,7 +151,7 @@ def test_a_config_keeps_the_released_constants(kind: str, target: str) -> None:
     ids = {"qwen3_14b": (1, 10, 19, 28, 37), "gemma4_12b": (5, 17, 29, 41, 46)}.get(target, (1, 9, 17, 25, 33))
     assert (settings.epochs, settings.batch_size, settings.max_length) == (EPOCHS, 512, LENGTH)
     assert (settings.lr, settings.warmup, settings.weight_decay, settings.max_grad_norm) == (6e-4, 0.04, 0.0, 1.0)
-    assert settings.online and settings.output == f"runs/{target}/{kind}"
+    assert settings.states == "online" and settings.output == f"runs/{target}/{kind}"
     assert drafter.block_size == (1 if kind == "mtp" else 7)
     assert drafter.target_layer_ids == (() if kind == "mtp" else ids)
     if kind in ("dspark", "dflash"):

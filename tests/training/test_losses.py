@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 
 from dspark_jax.models.layers import linear
 from dspark_jax.training.anchors import block_targets
-from dspark_jax.training.forward import BlockStates, block_forward
 from dspark_jax.training.chunks import chunk_size
+from dspark_jax.training.forward import BlockStates, block_forward
 from dspark_jax.training.losses import (
     Batch,
     LossConfig,
