@@ -24,16 +24,25 @@ def auto_dtype(cpuinfo: str | Path = "/proc/cpuinfo") -> str:
 
 @contextmanager
 def log_to_stderr(form: str = "%(message)s") -> Iterator[None]:
-    """Shows this package's log on stderr while it is open; for programs. `form`: of a line, as `logging.Formatter`."""
-    package, handler = logging.getLogger("dspark_jax"), logging.StreamHandler()
+    """Shows this package's log on stderr while it is open; for programs. `form`: of a line, as `logging.Formatter`.
+
+    Libraries give the root logger a handler of their own that shows the same lines again: it is away for that time.
+    """
+    package, root, handler = logging.getLogger("dspark_jax"), logging.getLogger(), logging.StreamHandler()
     handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))
-    level, propagates = package.level, package.propagate
+    level = package.level
+    others = [other for other in root.handlers if type(other) is logging.StreamHandler]
+    quiet = logging.NullHandler()  # with a handler there, nobody adds one
+    for other in others:
+        root.removeHandler(other)
+    root.addHandler(quiet)
     package.addHandler(handler)
     package.setLevel(logging.INFO)
-    package.propagate = False  # libraries give the root logger a handler of their own, and each line would come twice
     try:
         yield
     finally:
         package.removeHandler(handler)
         package.setLevel(level)
-        package.propagate = propagates
+        root.removeHandler(quiet)
+        for other in others:
+            root.addHandler(other)

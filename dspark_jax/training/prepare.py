@@ -44,6 +44,7 @@ from dspark_jax.training.step import (
     make_frozen,
     make_step,
 )
+from dspark_jax.training.vocabulary import find_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +122,10 @@ def prepare(settings: TrainSettings) -> Run:
     target = load_target(path, dtype=dtype, mesh=mesh)
     source = _Source(settings, target, config, mesh, dtype)
     cache = source.open_cache(samples, held_out)
-    d2t = None
+    d2t: np.ndarray | None = None
     if config.trims_vocabulary:
-        d2t = draft_vocabulary(samples, config, stop_ids(target)) if initial is None else np.asarray(initial.pop("d2t"))
+        known = Path(settings.output) / "draft_vocabulary.npz"
+        d2t = find_vocabulary(known, samples, config, stop_ids(target)) if initial is None else initial.pop("d2t")
     rows = addressable_rows(mesh, settings.batch_size, settings.micro_batches)
     pipeline = Pipeline(
         samples,
@@ -323,25 +325,3 @@ def stop_ids(target: Target) -> tuple[int, ...]:
         return tuple(target.tokenizer.eos_ids)
     except FileNotFoundError:
         return ()
-
-
-def draft_vocabulary(
-    samples: Sequence[TrainingSample], config: TrainableConfig, always: Sequence[int] = ()
-) -> np.ndarray:
-    """The draft head's tokens: the most frequent supervised ones and `always`, as ascending offsets.
-
-    Ties go to the lower id, and so do places that are left when there are fewer distinct tokens.
-
-    Returns:
-        d2t int32 [Vd]: target id = draft id + d2t[draft id].
-    """
-    counts = np.zeros(config.vocab_size, np.int64)  # [V]
-    for sample in samples:
-        counts += np.bincount(sample.input_ids[sample.loss_mask > 0], minlength=config.vocab_size)
-    covered = counts.sum()
-    rank = counts.copy()
-    rank[list(always)] = np.iinfo(np.int64).max
-    kept = np.sort(np.argsort(-rank, kind="stable")[: config.draft_vocab_size])  # [Vd]
-    share = 100 * counts[kept].sum() / max(covered, 1)
-    logger.info("draft vocabulary: %d tokens, %.2f %% of the answers", len(kept), share)
-    return (kept - np.arange(len(kept))).astype(np.int32)

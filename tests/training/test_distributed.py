@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 from dspark_jax.checkpoints.load import load_drafter
 from dspark_jax.sharding import MeshShape, make_mesh
@@ -95,6 +96,30 @@ def test_to_host_gives_whole_arrays() -> None:
     whole = distributed.to_host({"a": jax.device_put(value, place)})["a"]
     assert isinstance(whole, np.ndarray)
     np.testing.assert_array_equal(whole, value)
+
+
+def test_processes_that_cannot_be_connected_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("DEADLINE_EXCEEDED: no answer\nfrom coordinator")
+
+    distributed.start(TrainSettings())  # nothing to do
+    monkeypatch.setattr(jax.distributed, "initialize", fail)
+    with pytest.raises(ValueError, match=r"could not be connected \(DEADLINE_EXCEEDED: no answer from coordinator\)"):
+        distributed.start(TrainSettings(distributed=True))
+
+
+def test_output_folder_that_is_not_shared_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As process 1 of two sees it, on another disk than process 0."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda x: np.int32(77))
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: np.asarray([True, bool(x)]))
+    monkeypatch.setattr(multihost_utils, "sync_global_devices", lambda name: None)
+    with pytest.raises(ValueError, match="process 1 does not see what process 0 wrote.*storage that they share"):
+        distributed.check_shared(tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".shared").write_text("77")
+    distributed.check_shared(tmp_path / "out")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

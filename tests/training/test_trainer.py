@@ -21,7 +21,7 @@ from dspark_jax.checkpoints.load import load_drafter
 from dspark_jax.data.hidden_cache import DiskFullError, HiddenCache
 from dspark_jax.data.records import TrainingSample
 from dspark_jax.sharding import MeshShape
-from dspark_jax.training import evaluate, prepare, trainer
+from dspark_jax.training import evaluate, prepare, trainer, vocabulary
 from dspark_jax.training.losses import LossConfig
 from dspark_jax.training.settings import TrainSettings, drafter_config
 from dspark_jax.training.step import TrainState
@@ -148,59 +148,6 @@ def test_log_tells_tokens_padding_and_time(folder: Path, whole: TrainState) -> N
         assert 0 <= row["wait_share"] <= 1
 
 
-MODES: dict[str, dict[str, Any]] = {
-    "fill": {"states": "fill", "cache_kind": "int8"},
-    "packed": {"states": "online", "pack": True, "batch_size": 2, "max_length": 64},
-    "buckets": {"states": "cache", "buckets": (24, 28)},
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_every_way_to_feed_a_run_survives_a_crash_and_a_stop(
-    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed before the first checkpoint, and asked to stop in the second epoch: the curve and the end are the same."""
-
-    def settings(output: str) -> TrainSettings:
-        cache = str(tmp_path / f"cache-{output}")
-        return tiny_settings(tmp_path, output, cache=cache, eval_samples=0, log_every=2, **MODES[mode])
-
-    def fail() -> None:
-        raise RuntimeError("power cut")
-
-    whole = jax.device_get(trainer.train(settings("whole")))
-    with monkeypatch.context() as patch:
-        at_step(2, fail, patch)
-        with pytest.raises(RuntimeError, match="power cut"):
-            trainer.train(settings("hit"))
-    with monkeypatch.context() as patch:
-        at_step(5, lambda: os.kill(os.getpid(), signal.SIGTERM), patch)
-        trainer.train(settings("hit"))
-    assert steps_of(tmp_path, "hit")[-1] == 5
-    assert_same(jax.device_get(trainer.train(settings("hit"))), whole)
-    assert metrics_of(tmp_path, "hit") == metrics_of(tmp_path, "whole")
-
-
-def test_filling_a_cache_trains_as_online_does_and_leaves_it_complete(tmp_path: Path) -> None:
-    fields: dict[str, Any] = {"lr": 1e-3, "eval_tokens": 2}
-    for states in ("online", "fill"):
-        trainer.train(tiny_settings(tmp_path, states, states=states, **fields))
-    for fill, online in zip(metrics_of(tmp_path, "fill"), metrics_of(tmp_path, "online"), strict=True):
-        assert fill == pytest.approx(online, rel=1e-5)
-    stamps = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
-    run = prepare.prepare(tiny_settings(tmp_path, "later", states="cache", **fields))
-    samples = [*run.feed.pipeline.samples, *run.held_out]
-    assert len(samples) == 14
-    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == stamps
-    again = prepare.prepare(tiny_settings(tmp_path, "built", cache=str(tmp_path / "built"), **fields))
-    built, filled = again.feed.pipeline._cache, run.feed.pipeline._cache
-    assert built is not None and filled is not None
-    for sample in samples:
-        pair = [cache.read(cache.number(sample.id)) for cache in (built, filled)]
-        for one, two in zip(*pair, strict=True):
-            np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
-
-
 def test_best_drafter_is_kept_with_its_figure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields: dict[str, Any] = {"eval_every": 2, "checkpoint_every": 1, "keep_checkpoints": 1, "log_every": 1}
     calls = iter([1.5, 2.5, 2.0, 2.5])
@@ -312,10 +259,28 @@ def test_draft_vocabulary_is_the_most_frequent_answers() -> None:
     target = prepare.read_target_config(TARGETS / "llama_tied")
     config = drafter_config(shape, target)
     samples = [sample("a", [9, 9, 9, 9, 50, 50, 50, 7, 7], 4), sample("b", [9, 120, 120, 8], 1)]
-    d2t = prepare.draft_vocabulary(samples, config)
+    d2t = vocabulary.draft_vocabulary(samples, config)
     assert d2t.dtype == np.int32
     assert (d2t + np.arange(5)).tolist() == [0, 7, 8, 50, 120]  # 0 fills the place that is left
-    assert (prepare.draft_vocabulary(samples, config, always=[299]) + np.arange(5)).tolist() == [7, 8, 50, 120, 299]
+    assert (vocabulary.draft_vocabulary(samples, config, always=[299]) + np.arange(5)).tolist() == [7, 8, 50, 120, 299]
+
+
+def test_draft_vocabulary_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = prepare.read_target_config(TARGETS / "llama_tied")
+    samples = [sample("a", [9, 9, 9, 9, 50, 50, 50, 7, 7], 4), sample("b", [9, 120, 120, 8], 1)]
+    configs = [drafter_config(replace(SHAPE, draft_vocab_size=size), target) for size in (5, 6)]
+    file = tmp_path / "out" / "known.npz"
+    first = vocabulary.find_vocabulary(file, samples, configs[0], [3])
+    np.testing.assert_array_equal(first, vocabulary.draft_vocabulary(samples, configs[0], [3]))
+    count, calls = vocabulary.draft_vocabulary, []
+    monkeypatch.setattr(vocabulary, "draft_vocabulary", lambda *args: calls.append(args) or count(*args))
+    np.testing.assert_array_equal(vocabulary.find_vocabulary(file, samples, configs[0], [3]), first)
+    assert not calls
+    for case in ((samples[:1], configs[0], [3]), (samples, configs[1], [3]), (samples, configs[0], [4])):
+        np.testing.assert_array_equal(vocabulary.find_vocabulary(file, *case), count(*case))
+    assert len(calls) == 3
+    file.write_bytes(file.read_bytes()[:50])  # cut off
+    np.testing.assert_array_equal(vocabulary.find_vocabulary(file, samples, configs[0], [3]), first)
 
 
 @pytest.mark.parametrize(
