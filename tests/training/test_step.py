@@ -266,6 +266,24 @@ def test_evaluation_gives_the_losses_of_a_step(target: Target, kind: str) -> Non
     assert found == pytest.approx(want, rel=1e-5, abs=1e-6)
 
 
+def test_weights_can_be_gathered_anew_in_each_pass(target: Target) -> None:
+    """The same update; the program holds a layer's weights back until its turn comes."""
+    batch, config = host_batch(), drafter_config(SHAPE, target.config)
+    grid = make_mesh(MeshShape(1, 2, 1), jax.devices()[:2])
+    options: dict[str, Any] = dict(num_anchors=6, seed=0, ema=0.0, compute_dtype=jnp.float32, micro_batches=2)
+    optimizer = keep_gradients()
+    frozen = place_frozen(make_frozen(target.params, D2T, True), grid)
+    grads, barriers = [], []
+    for regather in (False, True):
+        step = make_step(config, FULL, optimizer, grid, target=target.config, regather=regather, **options)
+        arguments = frozen, place_batch(batch, grid, 2), jnp.int32(0)
+        start = init_state(config, optimizer, 0, False, grid)
+        barriers.append(step.lower(start, *arguments).as_text().count("optimization_barrier"))
+        grads.append(jax.device_get(step(start, *arguments)[0].opt_state))
+    assert barriers[1] - barriers[0] == target.config.num_layers
+    close(grads[1], grads[0])
+
+
 def test_rows_of_a_process_cover_the_batch() -> None:
     grid = make_mesh(MeshShape(2, 2, 2))
     assert addressable_rows(grid, 8, 2) == list(range(8))
