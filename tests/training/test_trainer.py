@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -215,10 +216,16 @@ def test_a_run_starts_from_an_existing_drafter(folder: Path, whole: TrainState) 
         prepare.prepare(wrong)
 
 
-def test_finished_run_has_nothing_to_do(folder: Path, whole: TrainState) -> None:
+def test_finished_run_has_nothing_to_do_but_lost_exports(folder: Path, whole: TrainState) -> None:
+    """It may have been killed behind its last checkpoint, before the drafters were written."""
     rows = metrics_of(folder, "whole")
+    files = [folder / "whole" / name / "model.safetensors" for name in ("drafter", "best")]
+    before = [file.read_bytes() for file in files]
+    for file in files:
+        shutil.rmtree(file.parent)
     assert_same(jax.device_get(trainer.train(tiny_settings(folder, "whole"))), whole)
     assert metrics_of(folder, "whole") == rows
+    assert [file.read_bytes() for file in files] == before
 
 
 def test_a_resumed_run_must_be_the_same(folder: Path, whole: TrainState) -> None:
