@@ -72,6 +72,16 @@ def report(result: dict[str, Any], path: str | None) -> None:
         Path(path).write_text(text + "\n", encoding="utf-8")
 
 
+def planned_memory(compiled: Any) -> dict[str, float]:
+    """What the compiler planned, MB (peak = argument + output - alias + temp); empty where it does not say."""
+    plan = compiled.memory_analysis()
+    if plan is None:
+        return {}
+    names = ("argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes")
+    sizes = {name.split("_")[0]: getattr(plan, name) / 1e6 for name in names}
+    return sizes | {"peak": sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"]}
+
+
 def machine() -> dict[str, Any]:
     """What the numbers belong to."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import tyro
-from common import Case, machine, measure, of_turns, report, table
+from common import Case, machine, measure, of_turns, planned_memory, report, table
 
 from dspark_jax.training.forward import BlockStates
 from dspark_jax.training.losses import all_slot_terms, slot_terms
@@ -72,8 +72,7 @@ def chunked(
 def case(loss: Any, arguments: tuple[Any, ...]) -> tuple[Case, float]:
     """A call of the loss and its gradients, and the temporaries that the compiler plans for it, in MB."""
     run = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3)))
-    plan = run.lower(*arguments).compile().memory_analysis()
-    return partial(run, *arguments), plan.temp_size_in_bytes / 1e6
+    return partial(run, *arguments), planned_memory(run.lower(*arguments).compile())["temp"]
 
 
 def main(options: Options) -> None:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from common import Case, Samples, load_models, machine, measure, of_turns, report, table
+from common import Case, Samples, load_models, machine, measure, of_turns, planned_memory, report, table
 
 from dspark_jax.checkpoints.load import Target
 from dspark_jax.data.pipeline import HostBatch
@@ -193,20 +193,10 @@ def peak_memory() -> float:
     return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
 
 
-def compiled_memory(step: Callable, state: TrainState, arguments: tuple[Any, ...]) -> dict[str, float]:
-    """What the compiler planned for the step, MB; empty where the backend does not say."""
-    plan = step.lower(state, *arguments).compile().memory_analysis()
-    if plan is None:
-        return {}
-    names = ("argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes")
-    sizes = {name.split("_")[0]: getattr(plan, name) / 1e6 for name in names}
-    return sizes | {"peak": sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"]}
-
-
 def cases_of(s: Setup, online: bool) -> tuple[dict[str, Case], dict[str, Any]]:
     """All timed pieces of one dtype, and what is known of the step without timing it."""
     step, state, arguments = whole_step(s, False)
-    facts: dict[str, Any] = {"compiled_memory_mb": compiled_memory(step, state, arguments)}
+    facts: dict[str, Any] = {"compiled_memory_mb": planned_memory(step.lower(state, *arguments).compile())}
     run = keeping(step, state, arguments)
     metrics = jax.device_get(run()[1])
     facts["peak_rss_mb"] = peak_memory()  # before any other piece of this dtype has run

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from common import Case, machine, measure, report, table
+from common import Case, machine, measure, planned_memory, report, table
 
 from dspark_jax.training.block_attention import block_attention
 
@@ -61,15 +61,6 @@ class Options:
             raise ValueError(f"pieces {unknown}: unknown, there are {', '.join(PIECES)}")
 
 
-def planned_memory(compiled: Any) -> dict[str, float]:
-    """What the compiler plans, MB: arguments and results, and everything else; empty where the backend does not say."""
-    plan = compiled.memory_analysis()
-    if plan is None:
-        return {}
-    kept = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
-    return {"arguments_and_results_mb": kept / 1e6, "temporary_mb": plan.temp_size_in_bytes / 1e6}
-
-
 def attention_case(options: Options, context: int, anchors: int) -> tuple[Case, dict[str, float]]:
     """Value and gradients of the block attention for T = `context` and A = `anchors`, and its planned memory.
 
@@ -91,7 +82,9 @@ def attention_case(options: Options, context: int, anchors: int) -> tuple[Case, 
 
     arguments = (arrays, arrays[0], where)
     compiled = jax.jit(run).lower(*arguments).compile()
-    return partial(compiled, *arguments), planned_memory(compiled)
+    plan = planned_memory(compiled)
+    memory = {"arguments_and_results_mb": plan["peak"] - plan["temp"], "temporary_mb": plan["temp"]} if plan else {}
+    return partial(compiled, *arguments), memory
 
 
 def measure_attention(options: Options) -> list[dict[str, Any]]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import jax
 
 
 def auto_dtype(cpuinfo: str | Path = "/proc/cpuinfo") -> str:
@@ -16,6 +15,8 @@ def auto_dtype(cpuinfo: str | Path = "/proc/cpuinfo") -> str:
     Args:
         cpuinfo: where Linux lists the processor's flags; a file that is absent means no AMX.
     """
+    import jax  # not above: programs print their help without it
+
     if jax.default_backend() != "cpu":
         return "bfloat16"
     file = Path(cpuinfo)
@@ -46,3 +47,27 @@ def log_to_stderr(form: str = "%(message)s") -> Iterator[None]:
         root.removeHandler(quiet)
         for other in others:
             root.addHandler(other)
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without line breaks."""
+    return " ".join(str(error).split())
+
+
+def exit_code(program: str, run: Callable[[], int | None], stopped: str | None = None) -> int:
+    """Runs a program and returns its exit code: what `run` returns (None is 0), or 2 for bad input, told in one line.
+
+    Args:
+        program: as its messages begin. run: does the work; ValueError and OSError are what bad input raises.
+        stopped: what to say on ^C, with exit code 130; without, the interrupt goes on.
+    """
+    try:
+        return run() or 0
+    except (ValueError, OSError) as error:
+        print(f"{program}: error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if stopped is None:
+            raise
+        print(f"{program}: {stopped}", file=sys.stderr)
+        return 130

@@ -29,7 +29,7 @@ RULES: dict[str, str | tuple[str, ...]] = {
     "mlp": "tensor",
 }
 
-# parameter -> its logical axes; one that is not named here (norms, biases, scalars) is whole on every device
+# parameter -> its logical axes; one that is not named here (norms, biases, small heads) is whole everywhere
 PARAMETERS: dict[str, tuple[str | None, ...]] = {
     "embed": ("vocab", "embed"),
     "head": ("vocab", "embed"),
@@ -43,8 +43,6 @@ PARAMETERS: dict[str, tuple[str | None, ...]] = {
     "proj": ("embed", None),
     "w1": ("vocab", "embed"),
     "w2": ("vocab", "embed"),
-    "gate_w": (None, None),
-    "joint_w": (None, None),
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,17 @@ settings.load_profile("repeatable")
 def golden() -> Path:
     """The folder of reference data, `tests/golden`: tiny models, drafters and the values expected of them."""
     return ROOT / "tests" / "golden"
+
+
+@pytest.fixture
+def uncached() -> Iterator[None]:
+    """JAX cannot read programs for other devices back from its compilation cache."""
+    import jax  # not above: the environment variables come first
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it looks at the setting once
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()

@@ -42,7 +42,7 @@ from dspark_jax.checkpoints.load import (
     load_target,
 )
 from dspark_jax.checkpoints.store import read_json
-from dspark_jax.config import auto_dtype, log_to_stderr
+from dspark_jax.config import auto_dtype, exit_code, log_to_stderr
 from dspark_jax.data.prompts import iter_prompts, sampling_fields
 from dspark_jax.decoding.generate import Request
 from dspark_jax.decoding.sampling import SamplingParams
@@ -350,15 +350,14 @@ def fit_or_refuse(records: Records, settings: STSSettings) -> STSFit:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command `dspark calibrate`: exit code 0, or 2 (bad input, one line on stderr)."""
     settings = tyro.cli(CalibrateSettings, args=argv, prog=_PROGRAM, config=(tyro.conf.FlagCreatePairsOff,))
-    try:
-        with log_to_stderr():
-            done = calibrate(settings)
-        if settings.json is not None:
-            settings.json.write_text(json.dumps(done, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    except (ValueError, OSError) as error:
-        print(f"{_PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(_PROGRAM, lambda: _run(settings))
+
+
+def _run(settings: CalibrateSettings) -> None:
+    with log_to_stderr():
+        done = calibrate(settings)
+    if settings.json is not None:
+        settings.json.write_text(json.dumps(done, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

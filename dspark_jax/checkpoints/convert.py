@@ -24,7 +24,7 @@ from dspark_jax.checkpoints.gguf import read_gguf_target
 from dspark_jax.checkpoints.hf import read_hf_config, resolve
 from dspark_jax.checkpoints.load import load_target
 from dspark_jax.checkpoints.store import read_json
-from dspark_jax.config import log_to_stderr
+from dspark_jax.config import exit_code, log_to_stderr
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.drafters.eagle3 import Eagle3Config
 from dspark_jax.drafters.interface import AnyConfig
@@ -196,15 +196,14 @@ _WRITERS: dict[str, Callable[..., None]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """The command `dspark convert`: exit code 0, or 2 (bad input, one line on stderr)."""
     settings = tyro.cli(ConvertSettings, args=argv, prog=_PROGRAM)
-    try:
-        with log_to_stderr():
-            done = convert(settings)
-        if settings.json is not None:
-            settings.json.write_text(json.dumps(done, indent=2) + "\n", encoding="utf-8")
-    except (ValueError, OSError) as error:
-        print(f"{_PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(_PROGRAM, lambda: _run(settings))
+
+
+def _run(settings: ConvertSettings) -> None:
+    with log_to_stderr():
+        done = convert(settings)
+    if settings.json is not None:
+        settings.json.write_text(json.dumps(done, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from dspark_jax.checkpoints.hf import read_hf_config, resolve
 from dspark_jax.checkpoints.known_configs import KNOWN_CONFIGS
 from dspark_jax.checkpoints.load import embedded_target_path, load_target
 from dspark_jax.checkpoints.store import read_json
-from dspark_jax.config import log_to_stderr
+from dspark_jax.config import exit_code, log_to_stderr
 from dspark_jax.data.cache_store import free_bytes
 from dspark_jax.data.hidden_cache import KINDS, CacheKey, build_cache, cache_key, size_bytes, token_bytes
 from dspark_jax.data.records import RecordSamples
@@ -112,15 +111,14 @@ class Counts(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command's entry; returns the exit code, 2 for bad input and for a disk that is full (one line on stderr)."""
-    try:
-        with log_to_stderr():
-            settings = tyro.cli(CacheSettings, args=argv, prog=PROGRAM, config=(tyro.conf.FlagCreatePairsOff,))
-            settings.check()
-            run(settings)
-    except (ValueError, OSError) as error:
-        print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(PROGRAM, lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> None:
+    with log_to_stderr():
+        settings = tyro.cli(CacheSettings, args=argv, prog=PROGRAM, config=(tyro.conf.FlagCreatePairsOff,))
+        settings.check()
+        run(settings)
 
 
 def run(settings: CacheSettings) -> dict[str, Any]:

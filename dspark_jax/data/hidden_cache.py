@@ -42,7 +42,7 @@ from dspark_jax.data.cache_key import (
 )
 from dspark_jax.data.cache_store import DiskFullError, free_bytes
 from dspark_jax.data.quantized import Quantized, dequantize, quantize
-from dspark_jax.data.records import RecordSamples, TrainingSample, sample_table
+from dspark_jax.data.records import TrainingSample, sample_id, sample_table
 from dspark_jax.models import transformer
 from dspark_jax.models.config import TransformerConfig
 from dspark_jax.sharding import RULES
@@ -284,12 +284,12 @@ class HiddenCache:
         self._known.add(name)
         self._shards.append(shard)
         self._starts.append(np.cumsum(shard.lengths) - shard.lengths)
-        for position, sample_id in enumerate(shard.ids):
-            if sample_id not in self._numbers:
-                self.ids.append(sample_id)
+        for position, sample in enumerate(shard.ids):
+            if sample not in self._numbers:
+                self.ids.append(sample)
                 self._shard_of.append(len(self._shards) - 1)
                 self._position.append(position)
-                self._numbers[sample_id] = len(self.ids) - 1
+                self._numbers[sample] = len(self.ids) - 1
 
 
 def _flat(sample_id: str, sample: CachedSample, key: CacheKey) -> dict[str, np.ndarray]:
@@ -445,9 +445,7 @@ def check_space(folder: str | Path, key: CacheKey, samples: Sequence[TrainingSam
 
 def _ids_of(samples: Sequence[TrainingSample]) -> list[str]:
     """Ids of samples; those on disk are not read."""
-    if isinstance(samples, RecordSamples):
-        return [samples.id(number) for number in range(len(samples))]
-    return [sample.id for sample in samples]
+    return [sample_id(samples, number) for number in range(len(samples))]
 
 
 def _mesh_of(params: dict[str, Any]) -> Mesh | None:
@@ -525,8 +523,8 @@ def check_samples(cache: HiddenCache, samples: Sequence[TrainingSample]) -> None
     if not len(cache):
         return
     sums = sample_table(samples).checksums
-    for number, sample_id in enumerate(_ids_of(samples)):
-        place = cache._numbers.get(sample_id)
+    for number, name in enumerate(_ids_of(samples)):
+        place = cache._numbers.get(name)
         if place is not None and cache.checksum(place) != sums[number]:
             check_sample(cache, samples[number])
 

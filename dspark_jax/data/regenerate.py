@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from dspark_jax.checkpoints.load import embedded_target_path, load_target
 from dspark_jax.checkpoints.tokenizer import Tokenizer
-from dspark_jax.config import log_to_stderr
+from dspark_jax.config import exit_code, log_to_stderr
 from dspark_jax.data.prompts import iter_prompts
 from dspark_jax.data.records import RecordWriter
 from dspark_jax.decoding.generate import Completion, Generator, Request
@@ -177,16 +177,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return cache_command.main(words[1:])
     settings = tyro.cli(RegenerateSettings, args=words, prog="dspark data")
-    try:
-        with log_to_stderr():
-            _regenerate(settings)
-    except (ValueError, OSError) as error:
-        print(f"dspark data: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code("dspark data", lambda: _regenerate(settings))
 
 
 def _regenerate(settings: RegenerateSettings) -> None:
+    with log_to_stderr():
+        _answer(settings)
+
+
+def _answer(settings: RegenerateSettings) -> None:
     target = load_target(settings.target or embedded_target_path(), dtype=jnp.dtype(settings.dtype))
     generator = Generator(target, None, batch_size=settings.batch_size, seed=settings.seed)
     tokens = 0

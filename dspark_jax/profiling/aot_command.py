@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark_jax.config import exit_code, log_to_stderr
 from dspark_jax.profiling.aot_settings import AotSettings, parse_settings
 
 if TYPE_CHECKING:
@@ -22,18 +23,13 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None, program: str = "dspark aot") -> int:
     """Entry point: exit code 0 (all fits), 1 (something does not), 2 (bad input, one line on stderr), 130 (^C)."""
-    try:
-        settings = parse_settings(list(sys.argv[1:] if argv is None else argv), program)
-        from dspark_jax.config import log_to_stderr
+    words = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(program, lambda: _logged(parse_settings(words, program)), "stopped")
 
-        with log_to_stderr():
-            return run(settings)
-    except (ValueError, OSError) as error:
-        print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{program}: stopped", file=sys.stderr)
-        return 130
+
+def _logged(settings: AotSettings) -> int:
+    with log_to_stderr():
+        return run(settings)
 
 
 def run(settings: AotSettings) -> int:

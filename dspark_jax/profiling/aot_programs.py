@@ -200,7 +200,7 @@ class DecodeJob:
             if not leaf.shape or leaf.shape[0] % shares:
                 return sharding.replicated(mesh)
             everywhere = len(leaf.shape) > 2 and self.requests % mesh.size == leaf.shape[0] % mesh.size == 0
-            return NamedSharding(mesh, PartitionSpec(sharding.AXES if everywhere else ("data", "fsdp")))
+            return NamedSharding(mesh, PartitionSpec(sharding.AXES if everywhere else sharding.RULES["batch"]))
 
         return jax.tree.map(place, state)
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from dspark_jax.config import one_line
+
 _GIB = 1 << 30
 _FORM = re.compile(r"(\w+):(\d+(?:x\d+){0,2})")
 # libtpu looks for a TPU unless it is told what to expect; none is touched here. The first needs no lock file either, so
@@ -97,7 +99,7 @@ def open_topology(name: str) -> Topology:
     try:
         described = topologies.get_topology_desc(platform="tpu", topology_name=name)
     except (RuntimeError, NotImplementedError) as error:
-        raise ValueError(f"topology {name!r}: libtpu refuses it: {' '.join(str(error).split())}") from error
+        raise ValueError(f"topology {name!r}: libtpu refuses it: {one_line(error)}") from error
     return Topology(name, "tpu", tuple(described.devices), CHIPS[kind])
 
 

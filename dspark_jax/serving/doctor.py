@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 from tyro.conf import Positional
 
+from dspark_jax.config import exit_code, one_line
+
 if TYPE_CHECKING:
     from dspark_jax.checkpoints.load import Target
     from dspark_jax.serving.doctor_checks import DrafterFiles, Finding, Prompted
@@ -88,7 +90,7 @@ def read_both(settings: DoctorSettings) -> tuple[Target, DrafterFiles]:
         try:
             return read(path)
         except (ValueError, TypeError, OSError) as error:
-            errors.append(" ".join(str(error).split()))
+            errors.append(one_line(error))
 
     target = attempt(lambda path: load.load_target(path, dtype=dtype), settings.target or load.embedded_target_path())
     files = attempt(lambda path: read_files(path, target), settings.drafter or load.embedded_drafter_path())
@@ -170,6 +172,10 @@ def main(argv: list[str] | None = None, program: str = "dspark doctor") -> int:
     """Entry point: exit code 0 (fine), 1 (something is wrong), 2 (bad options, or a checkpoint that cannot be read)."""
     words = sys.argv[1:] if argv is None else list(argv)
     settings = tyro.cli(DoctorSettings, args=words, prog=program, config=(tyro.conf.FlagCreatePairsOff,))
+    return exit_code(program, lambda: _run(settings, program), "stopped")
+
+
+def _run(settings: DoctorSettings, program: str) -> int:
     try:
         settings.check()
         return write_report(settings, examine(settings))
@@ -177,9 +183,3 @@ def main(argv: list[str] | None = None, program: str = "dspark doctor") -> int:
         for message in error.args:
             print(f"{program}: cannot be read: {message}", file=sys.stderr)
         return write_report(settings, {"errors": list(error.args), "exit_code": 2})
-    except (ValueError, OSError) as error:
-        print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{program}: stopped", file=sys.stderr)
-        return 130

@@ -24,6 +24,7 @@ from dspark_jax.checkpoints.load import Drafter, Target, load_drafter
 from dspark_jax.checkpoints.recurrent import CLASSES, class_name
 from dspark_jax.checkpoints.store import TensorStore, read_json
 from dspark_jax.checkpoints.tokenizer import Tokenizer
+from dspark_jax.config import one_line
 from dspark_jax.drafters.config import DrafterConfig, check_target_layer_ids
 from dspark_jax.drafters.eagle3 import Eagle3Config
 from dspark_jax.drafters.mtp import MTPConfig
@@ -127,7 +128,7 @@ def read_files(path: str | Path, target: Target | None = None) -> DrafterFiles:
             loaded = load_drafter(folder, dtype=target.params["embed"].dtype, target=target.config)
             sizes = loaded.config
         except (ValueError, TypeError, OSError) as error:
-            refusal = " ".join(str(error).split())
+            refusal = one_line(error)
     if sizes is None:
         for fields in (raw, raw.get("transformer_layer_config")):
             with suppress(ValueError, TypeError):

@@ -6,6 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from dspark_jax.config import exit_code
 from dspark_jax.serving.settings import ServeSettings, parse_settings
 
 if TYPE_CHECKING:
@@ -53,11 +54,6 @@ def run(settings: ServeSettings) -> int:
 
 def main(argv: list[str] | None = None, program: str = "serve.py") -> int:
     """Entry point: exit code 0, 1 (the demonstration's outputs differ), 2 (bad input, one line on stderr), 130 (^C)."""
-    try:
-        return run(parse_settings(sys.argv[1:] if argv is None else argv, program))
-    except (ValueError, OSError) as error:
-        print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{program}: stopped; with --output, the same command goes on from there", file=sys.stderr)
-        return 130
+    words = sys.argv[1:] if argv is None else argv
+    stopped = "stopped; with --output, the same command goes on from there"
+    return exit_code(program, lambda: run(parse_settings(words, program)), stopped)

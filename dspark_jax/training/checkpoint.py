@@ -24,6 +24,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from dspark_jax.config import one_line
 from dspark_jax.training.step import TrainState
 
 logger = logging.getLogger(__name__)
@@ -170,7 +171,7 @@ class Checkpoints:
         except (OSError, ValueError, RuntimeError) as error:
             whole = [step for step in self._steps_on_disk() if step]
             left = f"the last whole one is {max(whole)}" if whole else "there is none before it"
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             raise SaveError(f"{self.folder}: a checkpoint could not be written ({reason}); {left}") from error
 
     def _steps_on_disk(self) -> list[int]:
@@ -182,7 +183,7 @@ class Checkpoints:
             found = self._manager.restore(step, args=ocp.args.Composite(**items))
             readable = all(found[name] is not None for name in items)
         except _UNREADABLE as error:
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(error)[:300]
             logger.warning("%s: damaged, its %s cannot be read (%s)", self.folder / str(step), "/".join(items), reason)
             found, readable = None, False
         if jax.process_count() > 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.sharding import axis_size
+from dspark_jax.sharding import RULES, axis_size
 
 CHUNK = 512  # rows of a device whose vocabulary-sized tensors are held at once
 _TILE = 8  # rows of a sequence come in multiples of this
@@ -17,7 +17,7 @@ _TILE = 8  # rows of a sequence come in multiples of this
 
 def chunk_size(sequences: int, rows: int) -> int:
     """c: rows of each sequence in a chunk, such that a device holds about `CHUNK` rows of it."""
-    local = max(sequences // axis_size("data", "fsdp"), 1)
+    local = max(sequences // axis_size(*RULES["batch"]), 1)
     wanted = max(CHUNK // local, 1)
     chunks = -(-rows // wanted)
     even = -(-rows // chunks)

@@ -22,6 +22,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from dspark_jax.config import one_line
 from dspark_jax.training.settings import TrainSettings
 from dspark_jax.training.step import batch_sharding
 
@@ -47,7 +48,7 @@ def start(settings: TrainSettings) -> None:
         else:
             jax.distributed.initialize()
     except (RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ValueError(f"distributed: the processes could not be connected ({reason})") from error
     if not is_main():
         logging.getLogger("dspark_jax").setLevel(logging.WARNING)

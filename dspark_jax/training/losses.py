@@ -289,8 +289,7 @@ def block_loss(
     Returns:
         The loss, float32 `[]`, and metrics as (sum, count) pairs.
     """
-    params = jax.tree.map(lambda x: x.astype(compute_dtype), trainable)
-    frozen = {k: (v if k == "d2t" else v.astype(compute_dtype)) for k, v in frozen.items()}
+    params, frozen = cast(trainable, frozen, compute_dtype)
     targets = block_targets(batch.input_ids, batch.loss_mask, anchors, keep, config.block_size, batch.segments)
     if counts is None:
         rest = batch.input_ids, batch.loss_mask, anchors, keep, batch.segments
@@ -321,6 +320,22 @@ def block_loss(
     return total, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
+def cast(trainable: Params, frozen: Params, dtype: Any) -> tuple[Params, Params]:
+    """Both in the dtype of the products; the vocabulary map `d2t` stays as it is."""
+    params = jax.tree.map(lambda x: x.astype(dtype), trainable)
+    return params, {name: (x if name == "d2t" else x.astype(dtype)) for name, x in frozen.items()}
+
+
+def batch_normalizer(frozen: Params, batch: Batch, cap: float) -> Array:
+    """The batch's normaliser, float32 `[N, T]`: the one that came with it, or computed. `cap`: as in `slot_terms`."""
+    sequences = batch.final.shape[0]
+    if batch.normalizer is not None:
+        return batch.normalizer.reshape(sequences, -1)
+    flat = batch.final.reshape(-1, batch.final.shape[-1]).T  # [D, N * T]
+    computed = target_normalizer(frozen["head"], flat, cap, sequences)
+    return jax.lax.stop_gradient(computed).reshape(sequences, -1)
+
+
 def mean(num: Array, den: Array) -> Array:
     """A mean from its sums; 0 where there is nothing."""
     return num / (den + _EPS)
@@ -346,11 +361,7 @@ def _slot_terms_of_batch(
     final = jax.vmap(gather_rows)(batch.final, source)  # [N, A * K, D]
     labels, normalizer, lookup = targets.labels.reshape(-1), None, vocabulary_lookup(frozen)
     if lookup is not None:
-        everywhere = batch.normalizer
-        if everywhere is None:
-            flat = batch.final.reshape(-1, batch.final.shape[-1]).T
-            everywhere = jax.lax.stop_gradient(target_normalizer(frozen["head"], flat, cap, sequences))
-        normalizer = jnp.take_along_axis(everywhere.reshape(sequences, -1), source, axis=1).reshape(-1)
+        normalizer = jnp.take_along_axis(batch_normalizer(frozen, batch, cap), source, axis=1).reshape(-1)
         labels = jnp.take(lookup, labels)
     weights = weights.reshape(-1)
     in_vocab = weights * (labels >= 0)

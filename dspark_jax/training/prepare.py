@@ -24,7 +24,7 @@ from dspark_jax.checkpoints.hf import read_hf_config, resolve
 from dspark_jax.checkpoints.load import Target, embedded_target_path, load_drafter, load_target
 from dspark_jax.data.hidden_cache import CacheKey, HiddenCache, build_cache, cache_key, check_space
 from dspark_jax.data.pipeline import Pipeline
-from dspark_jax.data.records import RecordSamples, TrainingSample, sample_table
+from dspark_jax.data.records import RecordSamples, TrainingSample, sample_id, sample_table
 from dspark_jax.models.config import TransformerConfig
 from dspark_jax.sharding import MeshShape, check_mesh, make_mesh, put, replicated
 from dspark_jax.training.distributed import barrier
@@ -180,7 +180,7 @@ class _Source:
         cache = self.complete(held_out) if len(held_out) else HiddenCache(self.settings.cache, self.key)
         if self.settings.states == "fill":
             lengths = sample_table(samples).lengths
-            missing = [number for number in range(len(samples)) if _id(samples, number) not in cache]
+            missing = [number for number in range(len(samples)) if sample_id(samples, number) not in cache]
             check_space(self.settings.cache, self.key, lengths[missing])
             return cache
         return self.complete(samples)
@@ -190,7 +190,7 @@ class _Source:
         params = self.target.params
         if jax.process_count() > 1:
             found = HiddenCache(self.settings.cache, self.key)
-            if all(_id(samples, number) in found for number in range(len(samples))):
+            if all(sample_id(samples, number) in found for number in range(len(samples))):
                 barrier("hidden states")
                 return found
             local = make_mesh(_local_shape(self.target.config), jax.local_devices())
@@ -240,10 +240,6 @@ class _Source:
         barrier("cache filled")
         self.complete(pipeline.samples)
         cache.refresh()
-
-
-def _id(samples: Sequence[TrainingSample], number: int) -> str:
-    return samples.id(number) if isinstance(samples, RecordSamples) else samples[number].id
 
 
 def _fingerprinted(params: Params, mesh: Mesh) -> Params:

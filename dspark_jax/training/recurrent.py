@@ -35,10 +35,11 @@ from dspark_jax.training.losses import (
     LossConfig,
     Metrics,
     all_slot_terms,
+    batch_normalizer,
+    cast,
     draft_head,
     draft_ids,
     mean,
-    target_normalizer,
     vocabulary_lookup,
 )
 
@@ -177,7 +178,7 @@ def eagle3_loss(
     Returns:
         The loss, float32 `[]`, and metrics as (sum, count) pairs.
     """
-    params, frozen = _cast(trainable, frozen, compute_dtype)
+    params, frozen = cast(trainable, frozen, compute_dtype)
     counts = eagle3_counts(batch.input_ids) if counts is None else counts
     sequences, length = batch.input_ids.shape
     steps = config.train_steps
@@ -223,11 +224,6 @@ def step_metrics(terms: StepTerms, masks: Array, share: Array) -> Metrics:
         survival = jnp.sum(jnp.cumprod(rate * masks, axis=0), axis=0)  # [N, T]
         metrics[name] = (jnp.sum((1 + survival) * masks[0]), starts)
     return metrics
-
-
-def _cast(trainable: Params, frozen: Params, dtype: Any) -> tuple[Params, Params]:
-    params = jax.tree.map(lambda x: x.astype(dtype), trainable)
-    return params, {k: (v if k == "d2t" else v.astype(dtype)) for k, v in frozen.items()}
 
 
 def _soft_terms(
@@ -328,7 +324,7 @@ def mtp_loss(
 
     Arguments and result as `eagle3_loss`; the terms are those of `losses.block_loss`.
     """
-    params, frozen = _cast(trainable, frozen, compute_dtype)
+    params, frozen = cast(trainable, frozen, compute_dtype)
     if counts is None:
         counts = mtp_counts(frozen, batch.input_ids, batch.loss_mask, batch.segments)
     sequences, length = batch.input_ids.shape
@@ -337,8 +333,7 @@ def mtp_loss(
     final = jnp.pad(batch.final[:, 1:], ((0, 0), (0, 1), (0, 0))).reshape(sequences * length, -1)
     normalizer, lookup = None, vocabulary_lookup(frozen)
     if lookup is not None:
-        normalizer = target_normalizer(frozen["head"], final.T, config.final_softcap, sequences)
-        normalizer = jax.lax.stop_gradient(normalizer)
+        normalizer = shift(batch_normalizer(frozen, batch, config.final_softcap), 1).reshape(-1)
         labels = jnp.take(lookup, labels)
     in_vocab = weights * (labels >= 0)
     scaled = (

@@ -8,7 +8,7 @@ Anchors depend on (seed, epoch, sample) alone. Letters: M micro-batches, N seque
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -63,20 +63,6 @@ class States(NamedTuple):
     features: jax.Array
     final: jax.Array
     normalizer: jax.Array
-
-    def local_rows(self) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-        """(row of the batch, features [T, m * D], final [T, D], normalizer [T]) of the rows on this host's devices."""
-        per_pass = self.features.shape[1]
-        seen: set[int] = set()
-        parts = zip(*(part.addressable_shards for part in self), strict=True)
-        for shards in parts:
-            first = shards[0].index[1].start or 0
-            features, final, normalizer = (np.asarray(shard.data) for shard in shards)
-            for number, inner in np.ndindex(features.shape[:2]):
-                row = number * per_pass + first + inner
-                if row not in seen:  # devices that share their sequences hold the same rows
-                    seen.add(row)
-                    yield row, features[number, inner], final[number, inner], normalizer[number, inner]
 
 
 class TrainStep:
@@ -154,7 +140,7 @@ def place_frozen(frozen: Params, mesh: Mesh) -> Params:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Where a device batch [M, N / M, ...] lies: the sequences of each micro-batch split over `data` and `fsdp`."""
-    return NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp")))
+    return NamedSharding(mesh, PartitionSpec(None, sharding.RULES["batch"]))
 
 
 def place_batch(batch: HostBatch, mesh: Mesh, micro_batches: int = 1) -> DeviceBatch:

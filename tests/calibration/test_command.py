@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from dspark_jax.checkpoints import deepspec, specforge
 from dspark_jax.checkpoints.drafters import read_drafter
 from dspark_jax.checkpoints.load import embedded_drafter_path
 from tests.checkpoints.tiny_drafters import block
-from tests.serving.conftest import TEMPLATE, write_tokenizer
+from tests.serving.conftest import copy_model, write_target
 
 FLAGS = ["--dtype", "float32", "--max-tokens", "24", "--batch-size", "4"]
 TEXTS = [f"{a} {b} {'x' * i}" for i, (a, b) in enumerate([("tulips", "red"), ("a b", "c"), ("the", "answer")] * 4)]
@@ -27,21 +26,13 @@ TEXTS = [f"{a} {b} {'x' * i}" for i, (a, b) in enumerate([("tulips", "red"), ("a
 @pytest.fixture(scope="module")
 def target(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The golden Qwen3 target with a tokenizer."""
-    folder = tmp_path_factory.mktemp("target")
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(golden / "targets/qwen3_untied" / name, folder / name)
-    write_tokenizer(folder, TEMPLATE)
-    return folder
+    return write_target(golden, tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture
 def drafter(golden: Path, tmp_path: Path) -> Path:
     """A copy of that target's drafter, to be written to."""
-    folder = tmp_path / "drafter"
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(golden / "inference/dspark_qwen3_vanilla" / name, folder / name)
-    return folder
+    return copy_model(golden / "inference/dspark_qwen3_vanilla", tmp_path / "drafter")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from dspark_jax.checkpoints.load import load_target
 from dspark_jax.data import regenerate
 from dspark_jax.decoding.generate import Generator, Request
 from dspark_jax.decoding.sampling import SamplingParams
-from tests.serving.conftest import TEMPLATE, write_tokenizer
+from tests.serving.conftest import write_target
 
 PROMPTS = ["tulips", "a b c", "the answer", "tulips and more tulips", "x"]
 FLAGS = ["--dtype", "float32", "--max-tokens", "6", "--batch-size", "2", "--window", "4"]
@@ -22,11 +21,7 @@ FLAGS = ["--dtype", "float32", "--max-tokens", "6", "--batch-size", "2", "--wind
 @pytest.fixture(scope="module")
 def target(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The golden Qwen3 target with a tokenizer."""
-    folder = tmp_path_factory.mktemp("target")
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(golden / "targets/qwen3_untied" / name, folder / name)
-    write_tokenizer(folder, TEMPLATE)
-    return folder
+    return write_target(golden, tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")

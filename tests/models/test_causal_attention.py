@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dspark_jax.models import attention
@@ -29,17 +27,6 @@ Rows = tuple[jax.Array, jax.Array, jax.Array]
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short sequences go through chunks too."""
     monkeypatch.setattr(attention, "_CHUNK", 16)
-
-
-@pytest.fixture
-def uncached() -> Iterator[None]:
-    """JAX cannot read programs for other devices back from its compilation cache."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # it looks at the setting once
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()
 
 
 def draw(sequences: int, length: int, documents: int = 1, seed: int = 0) -> tuple[Rows, jax.Array | None]:

@@ -33,14 +33,24 @@ def write_tokenizer(folder: Path, template: str | None) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+def copy_model(source: Path, folder: Path) -> Path:
+    """Copies a golden target or drafter into a folder, made if needed, and returns it."""
+    folder.mkdir(exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(source / name, folder / name)
+    return folder
+
+
+def write_target(golden: Path, folder: Path) -> Path:
+    """The golden Qwen3 target in a folder, with a tokenizer beside it; its context has 512 tokens."""
+    write_tokenizer(copy_model(golden / "targets/qwen3_untied", folder), TEMPLATE)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def target_folder(golden, tmp_path_factory) -> Path:
-    """The golden Qwen3 target, with a tokenizer beside it; its context has 512 tokens."""
-    folder = tmp_path_factory.mktemp("target")
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(golden / "targets/qwen3_untied" / name, folder / name)
-    write_tokenizer(folder, TEMPLATE)
-    return folder
+    """`write_target`, for tests that change nothing in it."""
+    return write_target(golden, tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="session")

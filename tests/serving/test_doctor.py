@@ -7,7 +7,6 @@ so the suspects are tried on a pair that is built for it: a drafter that is righ
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +27,7 @@ from dspark_jax.models.transformer import init_params
 from dspark_jax.serving import doctor, doctor_trial
 from dspark_jax.serving.doctor_checks import Finding
 from tests.decoding.tiny import SIZES
+from tests.serving.conftest import copy_model
 
 DRAFTS = np.sort(np.random.default_rng(0).permutation(257)[:120])  # target ids of a reduced draft vocabulary
 TOKENS, LAYERS, HALF = 12, 5, SIZES["hidden_size"] // 2
@@ -36,11 +36,7 @@ TOKENS, LAYERS, HALF = 12, 5, SIZES["hidden_size"] // 2
 @pytest.fixture
 def drafter(golden: Path, tmp_path: Path) -> Path:
     """A copy of the golden drafter, to be damaged."""
-    folder = tmp_path / "drafter"
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(golden / "inference/dspark_qwen3_vanilla" / name, folder / name)
-    return folder
+    return copy_model(golden / "inference/dspark_qwen3_vanilla", tmp_path / "drafter")
 
 
 def edit(folder: Path, **fields: Any) -> None:

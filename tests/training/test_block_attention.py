@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dspark_jax.models.platform import compiling_for
@@ -260,17 +258,6 @@ def test_the_kernel_is_cut_to_what_a_chip_holds(rows: int, head_dim: int) -> Non
     assert size % 8 == 0 and tile % 128 == 0 and 4096 % tile == 0
     assert size * rows * (16 * head_dim + 12 * tile) <= block_kernel._MEMORY or (size, tile) == (8, 128)
     assert block_kernel.cut(rows, head_dim, 8, 100)[1] == 128
-
-
-@pytest.fixture
-def uncached() -> Iterator[None]:
-    """JAX cannot read programs for other devices back from its compilation cache."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # it looks at the setting once
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()
 
 
 @pytest.mark.usefixtures("uncached")

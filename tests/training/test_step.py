@@ -17,6 +17,7 @@ from dspark_jax.data.pipeline import HostBatch
 from dspark_jax.data.quantized import quantize
 from dspark_jax.models.transformer import forward
 from dspark_jax.sharding import MeshShape, make_mesh
+from dspark_jax.training.fill import local_rows
 from dspark_jax.training.losses import LossConfig
 from dspark_jax.training.optimizer import make_optimizer
 from dspark_jax.training.settings import DrafterSettings, drafter_config
@@ -238,7 +239,7 @@ def test_states_of_a_batch_can_be_kept(target: Target, mesh: tuple[int, int, int
     frozen = place_frozen(make_frozen(target.params, D2T, True), grid)
     start = init_state(config, optimizer, 0, False, grid)
     kept = step(start, frozen, place_batch(batch, grid, micro), jnp.int32(0))[2]
-    rows = {row: rest for row, *rest in kept.local_rows()}
+    rows = dict(local_rows(kept))
     assert sorted(rows) == list(range(ROWS))
     logits = want.final @ np.asarray(target.params["embed"]).T
     sums = np.log(np.exp(logits).sum(-1))
