@@ -22,7 +22,7 @@ from dspark_jax.checkpoints.load import Drafter, Target
 from dspark_jax.data.prompts import read_prompts
 from dspark_jax.decoding.generate import Completion, Generator, Request, _run_rounds, capacity_for
 from dspark_jax.decoding.sampling import SamplingParams, best_token
-from dspark_jax.decoding.state import DecodeState, Engine, init_state, mask_padding
+from dspark_jax.decoding.state import DecodeState, Program, init_state, mask_padding
 from dspark_jax.decoding.step import draft
 from dspark_jax.drafters.backbone import block_states, ingest
 from dspark_jax.drafters.dspark import block_ids
@@ -130,21 +130,21 @@ class Loop:
 
     target_params: Params
     draft_params: Params
-    engine: Engine
+    program: Program
     context: int
     rounds: int
     holder: dict[str, DecodeState] = field(default_factory=dict)  # the one state of all cases of this loop
 
     def __post_init__(self) -> None:
-        reach = max(self.rounds * 8, self.rounds * self.engine.slots) + max(ROWS)
+        reach = max(self.rounds * 8, self.rounds * self.program.slots) + max(ROWS)
         capacity = capacity_for(self.context + reach)  # as generation would grow it, with and without a drafter alike
-        self.holder["state"] = init_state(self.engine, 1, capacity, reach)
+        self.holder["state"] = init_state(self.program, 1, capacity, reach)
 
     def take(self) -> DecodeState:
         """The state at the loop's beginning: one active request of `context` tokens that reaches no limit."""
         ints = lambda value: jnp.full((1,), value, jnp.int32)  # noqa: E731
         state = self.holder.pop("state")
-        limit = state.tokens.shape[1] - self.engine.slots
+        limit = state.tokens.shape[1] - self.program.slots
         fresh = {"anchor": ints(1), "start": ints(self.context), "length": ints(1), "limit": ints(limit)}
         return state._replace(**fresh, active=jnp.ones((1,), bool))
 
@@ -155,7 +155,7 @@ class Loop:
             rounds, until_free = jnp.int32(self.rounds), jnp.bool_(False)
             state = _run_rounds(
                 self.target_params, self.draft_params, self.take(), rounds, until_free,
-                engine=self.engine, buckets=buckets,
+                program=self.program, buckets=buckets,
             )  # fmt: skip
             self.holder["state"] = state
             return state.tokens
@@ -181,42 +181,42 @@ class Loop:
         return call
 
 
-def verify_body(engine: Engine, rows: int) -> Body:
+def verify_body(program: Program, rows: int) -> Body:
     """The target's pass over `rows` rows, and the best token of each, which are the next turn's rows."""
     packing = dense_packing(1, rows)
 
     def body(target_params: Params, draft_params: Params, state: DecodeState, i: Array) -> DecodeState:
         ids = state.tokens[0, :rows]
         hidden, cache = transformer.extend(
-            target_params, engine.target, state.target_cache, ids, state.start, packing, engine.capture
+            target_params, program.target, state.target_cache, ids, state.start, packing, program.capture
         )
-        logits = mask_padding(transformer.logits(target_params, hidden.final), engine.target)  # [V, B]
+        logits = mask_padding(transformer.logits(target_params, hidden.final), program.target)  # [V, B]
         best = best_token(logits)
         return state._replace(target_cache=cache, tokens=state.tokens.at[0, :rows].set(best))
 
     return body
 
 
-def draft_body(engine: Engine, takes_in: bool) -> Body:
+def draft_body(program: Program, takes_in: bool) -> Body:
     """A draft, whose last token is the next turn's anchor; `takes_in` adds the ingestion of S rows of features."""
-    config = engine.drafter
+    config = program.drafter
     assert config is not None
 
     def body(target_params: Params, draft_params: Params, state: DecodeState, i: Array) -> DecodeState:
-        proposal = draft(draft_params, state, engine)
+        proposal = draft(draft_params, state, program)
         cache = proposal.cache
         if takes_in:
             width = len(config.target_layer_ids) * config.hidden_size
-            features = jnp.full((width, engine.slots), 1e-3) + proposal.tokens[0, 0] * 1e-9  # [m * D, S]
-            cache = ingest(draft_params, config, cache, features, state.start, dense_packing(1, engine.slots))
+            features = jnp.full((width, program.slots), 1e-3) + proposal.tokens[0, 0] * 1e-9  # [m * D, S]
+            cache = ingest(draft_params, config, cache, features, state.start, dense_packing(1, program.slots))
         return state._replace(draft_cache=cache, anchor=proposal.tokens[:, -1])
 
     return body
 
 
-def backbone_body(engine: Engine) -> Body:
+def backbone_body(program: Program) -> Body:
     """The drafter's parallel pass without its heads."""
-    config = engine.drafter
+    config = program.drafter
     assert config is not None
 
     def body(target_params: Params, draft_params: Params, state: DecodeState, i: Array) -> DecodeState:
@@ -235,22 +235,22 @@ def step_cases(target: Target, drafter: Drafter, options: Options) -> dict[str, 
     cases = {f"W @ x, {r} rows": (product_case(weights, r, True), 1.0) for r in PRODUCT_ROWS}
     cases["x @ W.T, 1 row"] = (product_case(weights, 1, False), 1.0)
     plain, fast = Generator(target, stop_ids=()), Generator(target, drafter, stop_ids=())
-    alone = Loop(target.params, {}, plain.engine("greedy"), options.context, options.rounds)
+    alone = Loop(target.params, {}, plain.program("greedy"), options.context, options.rounds)
     cases["plain"] = (alone.real(plain.buckets or ()), n)
-    cases |= {f"verify {r}": (alone.of(verify_body(alone.engine, r)), n) for r in ROWS}
-    engine, bound = fast.engine("greedy"), fast._draft_params
-    loop = Loop(target.params, bound, engine, options.context, options.rounds)
+    cases |= {f"verify {r}": (alone.of(verify_body(alone.program, r)), n) for r in ROWS}
+    program, bound = fast.program("greedy"), fast._draft_params
+    loop = Loop(target.params, bound, program, options.context, options.rounds)
     cases["round"] = (loop.real(fast.buckets or ()), n)
-    cases["round target"] = (loop.of(verify_body(engine, engine.slots)), n)
-    cases["backbone"] = (loop.of(backbone_body(engine)), n)
-    cases["draft"] = (loop.of(draft_body(engine, False)), n)
-    cases["drafter"] = (loop.of(draft_body(engine, True)), n)
+    cases["round target"] = (loop.of(verify_body(program, program.slots)), n)
+    cases["backbone"] = (loop.of(backbone_body(program)), n)
+    cases["draft"] = (loop.of(draft_body(program, False)), n)
+    cases["drafter"] = (loop.of(draft_body(program, True)), n)
     if drafter.config.trims_vocabulary:
         whole = {k: v for k, v in bound.items() if k != "ids"} | {"head": transformer.head_weight(target.params)}
         if "markov" in whole:
             w2 = random_w2(drafter.config.vocab_size, drafter.config.markov_rank, bound["markov"]["w2"].dtype)
             whole["markov"] = whole["markov"] | {"w2": w2}
-        full = replace(engine, drafter=replace(drafter.config, draft_vocab_size=drafter.config.vocab_size))
+        full = replace(program, drafter=replace(drafter.config, draft_vocab_size=drafter.config.vocab_size))
         cases["draft, full head"] = (loop.of(draft_body(full, False), whole), n)
     return cases
 

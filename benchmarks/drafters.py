@@ -21,7 +21,7 @@ from decode import Body, Loop, draft_body, verify_body
 from dspark_jax.checkpoints.load import Drafter, Target
 from dspark_jax.decoding.generate import Generator
 from dspark_jax.decoding.sampling import best_token
-from dspark_jax.decoding.state import DecodeState, Engine
+from dspark_jax.decoding.state import DecodeState, Program
 from dspark_jax.drafters import eagle3, recurrent
 from dspark_jax.drafters.dspark import to_target_ids
 from dspark_jax.drafters.interface import init_params
@@ -64,9 +64,9 @@ def one_layer_drafter(target: Target, shape: DrafterSettings, like: Drafter, dty
     return Drafter(config, params, Path("random"))
 
 
-def single_step_body(engine: Engine) -> Body:
+def single_step_body(program: Program) -> Body:
     """One of Eagle3's small steps: the layer on one token, the head, and the best draft token."""
-    config: Any = engine.drafter
+    config: Any = program.drafter
 
     def body(target_params: Any, draft_params: Any, state: DecodeState, i: jax.Array) -> DecodeState:
         memory = state.draft_cache
@@ -81,19 +81,19 @@ def single_step_body(engine: Engine) -> Body:
 
 
 def loop_of(target: Target, drafter: Drafter, options: Options) -> Loop:
-    """A state of this drafter's engine, for timed loops."""
+    """A state of this drafter's program, for timed loops."""
     fast = Generator(target, drafter, stop_ids=())
-    return Loop(target.params, fast._draft_params, fast.engine("greedy"), options.context, options.rounds)
+    return Loop(target.params, fast._draft_params, fast.program("greedy"), options.context, options.rounds)
 
 
-def any_body(engine: Engine) -> Body:
+def any_body(program: Program) -> Body:
     """A draft of any kind of drafter."""
-    return draft_body(engine, takes_in=False)
+    return draft_body(program, takes_in=False)
 
 
 def host_calls(loop: Loop) -> dict[str, int]:
     """Loops and calls to the host in the compiled program that drafts one block."""
-    body, state = any_body(loop.engine), loop.holder["state"]
+    body, state = any_body(loop.program), loop.holder["state"]
     run = jax.jit(lambda t, d, s: body(t, d, s, jnp.int32(0)))
     text = run.lower(loop.target_params, loop.draft_params, state).compile().as_text()
     return {"loops": text.count(" while("), "host_calls": text.count("callback") + text.count("infeed(")}
@@ -107,8 +107,8 @@ def main(options: Options) -> None:
     n = float(options.rounds)
     cases: dict[str, tuple[Case, float]] = {}
     plain = Generator(target, stop_ids=())
-    alone = Loop(target.params, {}, plain.engine("greedy"), options.context, options.rounds)
-    cases["plain step"] = (alone.of(verify_body(alone.engine, 1)), n)
+    alone = Loop(target.params, {}, plain.program("greedy"), options.context, options.rounds)
+    cases["plain step"] = (alone.of(verify_body(alone.program, 1)), n)
     loops = {"DSpark, gamma 7": loop_of(target, dspark, options)}
     eagle = DrafterSettings(kind="eagle3", target_layer_ids=layers)
     for gamma in GAMMAS:
@@ -116,10 +116,10 @@ def main(options: Options) -> None:
         loops[f"Eagle3, gamma {gamma}"] = loop_of(target, drafter, options)
     mtp = one_layer_drafter(target, DrafterSettings(kind="mtp", block_size=1), dspark, options.dtype)
     loops["MTP-1"] = loop_of(target, mtp, options)
-    cases |= {name: (loop.of(any_body(loop.engine)), n) for name, loop in loops.items()}
+    cases |= {name: (loop.of(any_body(loop.program)), n) for name, loop in loops.items()}
     top = loops[f"Eagle3, gamma {GAMMAS[-1]}"]
     program = host_calls(top)
-    cases["Eagle3, single step"] = (top.of(single_step_body(top.engine)), n)
+    cases["Eagle3, single step"] = (top.of(single_step_body(top.program)), n)
     print("machine:", machine())
     samples = measure(cases, options.repeats)
     ms = {name: statistics.median(times) * 1e3 for name, times in samples.items()}

@@ -25,7 +25,7 @@ from dspark_jax.decoding.state import DecodeState
 from dspark_jax.decoding.step import StepOutput, step
 from dspark_jax.drafters.config import DrafterConfig
 
-_step = jax.jit(step, static_argnames=("engine", "bucket"), donate_argnames=("state",))
+_step = jax.jit(step, static_argnames=("program", "bucket"), donate_argnames=("state",))
 FORMAT = 1
 
 
@@ -182,7 +182,9 @@ class _Recording(_Run):
         active, start, taken = jax.device_get((state.active, state.start, state.counters.rounds))
         if not active.any():  # those that came in ended with their first token
             return state
-        state, output = _step(g.target.params, g._draft_params, state, engine=self.engine, bucket=(g.buckets or ())[-1])
+        state, output = _step(
+            g.target.params, g._draft_params, state, program=self.program, bucket=(g.buckets or ())[-1]
+        )
         self.keep(np.flatnonzero(active), start, taken, output)
         return state
 
@@ -247,7 +249,7 @@ def collect(
     plain = SimpleNamespace(config=config, params=drafter.params)
     generator = Generator(target, plain, batch_size=batch_size, seed=seed, stop_ids=stop_ids)
     whole = generator._run(requests, None)
-    run = _Recording(generator, whole.engine, whole.queue, None)
+    run = _Recording(generator, whole.program, whole.queue, None)
     lengths = np.zeros((2, len(ids)), np.int32)  # of prompts and answers
 
     def done(completion: Completion) -> None:

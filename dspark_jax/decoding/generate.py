@@ -17,7 +17,7 @@ import numpy as np
 
 from dspark_jax.decoding.sampling import Mode, Sampling, SamplingParams
 from dspark_jax.decoding.schedule import Schedule, buckets_for
-from dspark_jax.decoding.state import DecodeState, Engine, NewRequests, admit, init_state, prefill, with_capacity
+from dspark_jax.decoding.state import DecodeState, NewRequests, Program, admit, init_state, prefill, with_capacity
 from dspark_jax.decoding.step import run_rounds
 from dspark_jax.drafters.interface import bind
 from dspark_jax.models.transformer import head_weight
@@ -27,9 +27,9 @@ _GROUP = 8  # prompts of one padded length that are prefilled together, where so
 _SMALLEST = 256  # caches begin with this capacity and grow, by a half or a third each time
 _MODES: tuple[Mode, ...] = ("greedy", "plain", "filtered")
 
-_prefill = jax.jit(prefill, static_argnames=("engine",))
-_admit = jax.jit(admit, static_argnames=("engine",), donate_argnames=("state",))
-_run_rounds = jax.jit(run_rounds, static_argnames=("engine", "buckets"), donate_argnames=("state",))
+_prefill = jax.jit(prefill, static_argnames=("program",))
+_admit = jax.jit(admit, static_argnames=("program",), donate_argnames=("state",))
+_run_rounds = jax.jit(run_rounds, static_argnames=("program", "buckets"), donate_argnames=("state",))
 
 
 @dataclass(frozen=True)
@@ -151,11 +151,11 @@ class Generator:
             full = self.batch_size * (block + 1)
             raise ValueError(f"buckets {self.buckets}: must hold {self.batch_size} to {full} rows")
 
-    def engine(self, mode: Mode) -> Engine:
+    def program(self, mode: Mode) -> Program:
         """The static description of the program that serves `mode`."""
         dtype = jnp.float32 if jax.default_backend() == "cpu" else self.target.params["embed"].dtype
         drafter = self.drafter.config if self.drafter is not None else None
-        return Engine(self.target.config, drafter, self.schedule, mode, tuple(self.stop_ids or ()), dtype)
+        return Program(self.target.config, drafter, self.schedule, mode, tuple(self.stop_ids or ()), dtype)
 
     def check(self, request: Request) -> None:
         """Refuses a request that cannot run.
@@ -197,7 +197,7 @@ class Generator:
         for request in todo:
             self.check(request)
         mode = _MODES[max((_MODES.index(r.sampling.mode) for r in todo), default=0)]
-        return _Run(self, self.engine(mode), todo, on_tokens)
+        return _Run(self, self.program(mode), todo, on_tokens)
 
 
 @dataclass
@@ -205,7 +205,7 @@ class _Run:
     """One call of `Generator.generate`: the queue, the slots and the device state."""
 
     generator: Generator
-    engine: Engine
+    program: Program
     queue: list[Request]
     on_tokens: Callable[[str, list[int]], bool | None] | None
     slots: dict[int, _Slot] = field(default_factory=dict)
@@ -227,7 +227,7 @@ class _Run:
     def empty_state(self) -> DecodeState:
         """Empty slots with room for the longest answer of the queue; caches come when requests do."""
         g, longest = self.generator, max((self.limit(r) for r in self.queue), default=1)
-        return init_state(self.engine, g.batch_size, 0, -(-longest // 64) * 64, g.threshold)
+        return init_state(self.program, g.batch_size, 0, -(-longest // 64) * 64, g.threshold)
 
     def rounds(self, state: DecodeState, most: int) -> DecodeState:
         """Up to `most` steps on the device; fewer where a slot could be refilled or the caches are too small."""
@@ -238,7 +238,7 @@ class _Run:
             state,
             jnp.int32(most),
             jnp.bool_(bool(self.queue)),
-            engine=self.engine,
+            program=self.program,
             buckets=g.buckets,
         )
 
@@ -251,18 +251,18 @@ class _Run:
             alike = [r for r in self.queue if self.padded(r) == size]
             for count in (1, _GROUP) if len(alike) >= _GROUP <= g.batch_size else (1,):
                 new = self.new_requests(alike[:count], [g.batch_size] * count, size)  # nobody's slots
-                groups.append((size, new, _prefill(g.target.params, g._draft_params, new, engine=self.engine)))
-        ends = (len(r.prompt_ids) + self.limit(r) + self.engine.slots for r in self.queue)
+                groups.append((size, new, _prefill(g.target.params, g._draft_params, new, program=self.program)))
+        ends = (len(r.prompt_ids) + self.limit(r) + self.program.slots for r in self.queue)
         most = max(*ends, *(size for size, _, _ in groups), 1)
         capacities = [capacity_for(1)]
         while capacities[-1] < most:
             capacities.append(capacity_for(capacities[-1] + 1))
         for i, capacity in enumerate(capacities):
             for smaller in (0, *capacities[:i]):  # changes of size, both ways
-                state = with_capacity(with_capacity(state, smaller, self.engine), capacity, self.engine)
+                state = with_capacity(with_capacity(state, smaller, self.program), capacity, self.program)
             for size, new, ready in groups:
                 if size <= capacity:
-                    state = _admit(state, new, ready, engine=self.engine)
+                    state = _admit(state, new, ready, program=self.program)
             state = self.rounds(state, 0)
         jax.block_until_ready(state)
 
@@ -276,10 +276,10 @@ class _Run:
         Attention reads the whole of a cache, so caches grow with the texts. Each change copies them, so they shrink to
         half or less only.
         """
-        ends = (len(w.request.prompt_ids) + w.length - 1 + self.engine.slots for w in self.slots.values())
+        ends = (len(w.request.prompt_ids) + w.length - 1 + self.program.slots for w in self.slots.values())
         wanted = capacity_for(max(prompt, *ends, 1))
         now = state.target_cache[0].keys.shape[1]
-        return state if wanted == now or now // 2 < wanted < now else with_capacity(state, wanted, self.engine)
+        return state if wanted == now or now // 2 < wanted < now else with_capacity(state, wanted, self.program)
 
     def padded(self, request: Request) -> int:
         return padded_length(len(request.prompt_ids))
@@ -297,9 +297,9 @@ class _Run:
             slots = [free.pop(0) for _ in group]
             now = time.perf_counter()
             new = self.new_requests(group, slots, size)
-            ready = _prefill(g.target.params, g._draft_params, new, engine=self.engine)
+            ready = _prefill(g.target.params, g._draft_params, new, program=self.program)
             self.slots |= {slot: _Slot(request, now) for slot, request in zip(slots, group, strict=True)}
-            state = _admit(self.fit(state, size), new, ready, engine=self.engine)
+            state = _admit(self.fit(state, size), new, ready, program=self.program)
         return state
 
     def new_requests(self, group: list[Request], slots: list[int], size: int) -> NewRequests:
@@ -321,7 +321,7 @@ class _Run:
         return NewRequests(jnp.asarray(ids), lengths, as_ints(slots), as_ints(map(self.limit, group)), sampling)
 
     def key(self, settings: SamplingParams) -> np.ndarray:
-        """Raw key data: the request's own seed, or the engine's with the request's number (so that they differ)."""
+        """Raw key data: the request's own seed, or the generator's with the request's number (so that they differ)."""
         self.numbered += 1
         if settings.seed is not None:
             words = (settings.seed & 0xFFFFFFFF, (settings.seed >> 32) & 0x7FFFFFFF)

@@ -23,7 +23,7 @@ Params = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Engine:
+class Program:
     """The static part of a decoding program: what it is compiled for.
 
     Attributes:
@@ -100,25 +100,25 @@ class NewRequests(NamedTuple):
     sampling: Sampling
 
 
-def init_caches(engine: Engine, requests: int, capacity: int) -> tuple[tuple[LayerCache, ...], Any]:
+def init_caches(program: Program, requests: int, capacity: int) -> tuple[tuple[LayerCache, ...], Any]:
     """Empty caches of the target and the drafter (an empty tuple without one), for R requests of `capacity` tokens."""
-    target = transformer.init_target_cache(engine.target, requests, capacity, engine.cache_dtype)
-    if engine.drafter is None:
+    target = transformer.init_target_cache(program.target, requests, capacity, program.cache_dtype)
+    if program.drafter is None:
         return target, ()
-    return target, interface.init_memory(engine.drafter, requests, capacity, engine.cache_dtype)
+    return target, interface.init_memory(program.drafter, requests, capacity, program.cache_dtype)
 
 
-def init_state(engine: Engine, requests: int, capacity: int, max_tokens: int, threshold: float = 0.0) -> DecodeState:
+def init_state(program: Program, requests: int, capacity: int, max_tokens: int, threshold: float = 0.0) -> DecodeState:
     """R empty slots with caches of `capacity` tokens and room for `max_tokens` generated ones."""
     ints = lambda: jnp.zeros((requests,), jnp.int32)  # noqa: E731
     floats = lambda value: jnp.full((requests,), value, jnp.float32)  # noqa: E731
-    target_cache, draft_cache = init_caches(engine, requests, capacity)
+    target_cache, draft_cache = init_caches(program, requests, capacity)
     return DecodeState(
         target_cache=target_cache,
         draft_cache=draft_cache,
         anchor=ints(),
         start=ints(),
-        tokens=jnp.zeros((requests, max_tokens + engine.slots), jnp.int32),
+        tokens=jnp.zeros((requests, max_tokens + program.slots), jnp.int32),
         length=ints(),
         limit=ints(),
         active=jnp.zeros((requests,), bool),
@@ -152,39 +152,39 @@ class Prefilled(NamedTuple):
     first: Array
 
 
-def prefill(target_params: Params, draft_params: Params, new: NewRequests, *, engine: Engine) -> Prefilled:
+def prefill(target_params: Params, draft_params: Params, new: NewRequests, *, program: Program) -> Prefilled:
     """Runs target and drafter over P prompts, and samples each one's first token."""
     prompts, padded = new.ids.shape
     packing = dense_packing(prompts, padded)
     zero = jnp.zeros((prompts,), jnp.int32)
-    cache = transformer.init_target_cache(engine.target, prompts, padded, engine.cache_dtype)
+    cache = transformer.init_target_cache(program.target, prompts, padded, program.cache_dtype)
     hidden, cache = transformer.extend(
-        target_params, engine.target, cache, new.ids.reshape(-1), zero, packing, engine.capture
+        target_params, program.target, cache, new.ids.reshape(-1), zero, packing, program.capture
     )
     last = jnp.take(hidden.final, jnp.arange(prompts) * padded + new.lengths - 1, axis=1)  # [D, P]
-    logits = mask_padding(transformer.logits(target_params, last, engine.target.final_softcap), engine.target)
-    first = choose(logits, new.sampling, new.lengths, engine.mode)  # [P]
+    logits = mask_padding(transformer.logits(target_params, last, program.target.final_softcap), program.target)
+    first = choose(logits, new.sampling, new.lengths, program.mode)  # [P]
     context = ()
-    if engine.drafter:
+    if program.drafter:
         last_slot = new.lengths - 1
         shifted = jnp.pad(new.ids[:, 1:], ((0, 0), (0, 1)))
         following = jnp.where(jnp.arange(padded) == last_slot[:, None], first[:, None], shifted)  # [P, S]
         seen = Committed(hidden, zero, new.ids[:, 0], following, last_slot, packing)
-        empty = interface.init_memory(engine.drafter, prompts, padded, engine.cache_dtype)
-        context = interface.ingest(engine.drafter, draft_params, empty, seen)
+        empty = interface.init_memory(program.drafter, prompts, padded, program.cache_dtype)
+        context = interface.ingest(program.drafter, draft_params, empty, seen)
     return Prefilled(cache, context, first)
 
 
-def admit(state: DecodeState, new: NewRequests, ready: Prefilled, *, engine: Engine) -> DecodeState:
+def admit(state: DecodeState, new: NewRequests, ready: Prefilled, *, program: Program) -> DecodeState:
     """Puts P prefilled requests into their slots.
 
     A slot keeps nothing of the request that had it before: its length restarts, and what lies beyond it is never read.
     """
     first = ready.first
     memory = state.draft_cache
-    if engine.drafter:
-        memory = interface.insert(engine.drafter, memory, ready.draft_cache, new.slots)
-    stopped = is_stop(first, engine.stop_ids)
+    if program.drafter:
+        memory = interface.insert(program.drafter, memory, ready.draft_cache, new.slots)
+    stopped = is_stop(first, program.stop_ids)
     put = lambda old, value: old.at[new.slots].set(value, mode="drop")  # noqa: E731
     return DecodeState(
         target_cache=insert(state.target_cache, ready.target_cache, new.slots),
@@ -208,7 +208,7 @@ def _resized(x: Array, shape: tuple[int, ...]) -> Array:
     return jnp.pad(kept, [(0, size - old) for size, old in zip(shape, kept.shape, strict=True)])
 
 
-def with_capacity(state: DecodeState, capacity: int, engine: Engine) -> DecodeState:
+def with_capacity(state: DecodeState, capacity: int, program: Program) -> DecodeState:
     """The state with caches of `capacity` positions: zeros are added, or the positions beyond are dropped.
 
     The old caches are given up array by array, so that both never lie in memory together.
@@ -221,6 +221,6 @@ def with_capacity(state: DecodeState, capacity: int, engine: Engine) -> DecodeSt
         old.delete()
         return new
 
-    shapes = jax.eval_shape(partial(init_caches, engine, state.anchor.shape[0], capacity))
+    shapes = jax.eval_shape(partial(init_caches, program, state.anchor.shape[0], capacity))
     target, draft = jax.tree.map(resize, (state.target_cache, state.draft_cache), shapes)
     return state._replace(target_cache=target, draft_cache=draft)

@@ -21,7 +21,7 @@ from dspark_jax.decoding.sampling import (
     uniforms,
 )
 from dspark_jax.decoding.schedule import cap_to_bucket, pack_rows, verify_lengths
-from dspark_jax.decoding.state import Counters, DecodeState, Engine, is_stop, mask_padding
+from dspark_jax.decoding.state import Counters, DecodeState, Program, is_stop, mask_padding
 from dspark_jax.decoding.verify import Verdict, accepted_length, next_distribution, verify_greedy
 from dspark_jax.drafters import interface
 from dspark_jax.drafters.interface import Committed, Proposal
@@ -44,33 +44,33 @@ class StepOutput(NamedTuple):
     drafts: Array
 
 
-def draft(draft_params: Params, state: DecodeState, engine: Engine) -> Proposal:
+def draft(draft_params: Params, state: DecodeState, program: Program) -> Proposal:
     """Proposes a block for each request (section 3); without a drafter, blocks of no tokens."""
     requests = state.anchor.shape[0]
-    if engine.drafter is None:
+    if program.drafter is None:
         empty = jnp.zeros((requests, 0))
         return Proposal(empty.astype(jnp.int32), empty, jnp.zeros((0, 0, requests)), empty, ())
 
     def draw(logits: Array, slot: Array) -> tuple[Array, Array, Array]:
-        if engine.mode == "greedy":
+        if program.mode == "greedy":
             best = best_token(logits)
             return best, jnp.ones((requests,)), jnp.zeros((0, requests))
-        probs = distribution(logits, state.sampling, engine.mode)  # [Vd, R]
+        probs = distribution(logits, state.sampling, program.mode)  # [Vd, R]
         token = categorical(probs, uniforms(state.sampling.key, state.start + 1 + slot, DRAW_DRAFT))
         return token, jnp.take_along_axis(probs, token[None], axis=0)[0], probs
 
-    return interface.propose(engine.drafter, draft_params, state.draft_cache, state.anchor, state.start, draw)
+    return interface.propose(program.drafter, draft_params, state.draft_cache, state.anchor, state.start, draw)
 
 
-def admitted_lengths(proposal: Proposal, state: DecodeState, engine: Engine) -> Array:
+def admitted_lengths(proposal: Proposal, state: DecodeState, program: Program) -> Array:
     """Draft tokens to verify, int32 `[R]`: the schedule's choice, within the token limit and the position limits."""
-    if engine.drafter is None:
+    if program.drafter is None:
         return jnp.zeros_like(state.start)
-    last_position = min(engine.target.max_positions, engine.drafter.max_positions) - 1
+    last_position = min(program.target.max_positions, program.drafter.max_positions) - 1
     room = jnp.minimum(state.limit - state.length - 1, last_position - state.start)
-    if interface.may_abstain(engine.drafter):
-        room = jnp.minimum(room, interface.proposed(engine.drafter, proposal))
-    return verify_lengths(engine.schedule, proposal.confidence, state.threshold, room)
+    if interface.may_abstain(program.drafter):
+        room = jnp.minimum(room, interface.proposed(program.drafter, proposal))
+    return verify_lengths(program.schedule, proposal.confidence, state.threshold, room)
 
 
 def judge(
@@ -79,14 +79,14 @@ def judge(
     lengths: Array,
     packing: Packing,
     state: DecodeState,
-    engine: Engine,
+    program: Program,
     bound: Params,
 ) -> Verdict:
     """Applies the acceptance rule to the target's `logits [V, B]` of packed rows."""
-    if engine.mode == "greedy":
+    if program.mode == "greedy":
         best = unpack(best_token(logits), packing.row)  # [R, S]
         return verify_greedy(best, proposal.tokens, lengths)
-    target = distribution(logits, state.sampling.rows(packing.request), engine.mode)  # [V, B]
+    target = distribution(logits, state.sampling.rows(packing.request), program.mode)  # [V, B]
     requests, block = proposal.tokens.shape
     slot_row = packing.row[:, :block]  # [R, K]
     token_probs = target[proposal.tokens, slot_row]  # [R, K]
@@ -98,15 +98,15 @@ def judge(
     target_next = jnp.take(target, here, axis=1)  # [V, R]
     if block:
         slot = jnp.minimum(accepted, block - 1)
-        assert engine.drafter is not None  # blocks of no tokens come without one
-        draft_next = interface.draft_distribution(engine.drafter, bound, proposal, slot, target.shape[0])  # [V, R]
+        assert program.drafter is not None  # blocks of no tokens come without one
+        draft_next = interface.draft_distribution(program.drafter, bound, proposal, slot, target.shape[0])  # [V, R]
         target_next = next_distribution(target_next, draft_next, accepted < lengths)
     draw = uniforms(state.sampling.key, state.start + 1 + accepted, DRAW_TARGET)
     return Verdict(accepted, categorical(target_next, draw))
 
 
 def commit(
-    state: DecodeState, proposal: Proposal, lengths: Array, verdict: Verdict, engine: Engine
+    state: DecodeState, proposal: Proposal, lengths: Array, verdict: Verdict, program: Program
 ) -> tuple[DecodeState, Array, Array]:
     """Moves lengths past the committed tokens, applies stop tokens and limits, writes the output.
 
@@ -115,12 +115,12 @@ def commit(
     Returns:
         The state (its caches as they were), committed tokens `[R, S]`, and how many of them count `[R]`.
     """
-    slots = jnp.arange(engine.slots)
+    slots = jnp.arange(program.slots)
     padded = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
     run = jnp.where(slots == verdict.accepted[:, None], verdict.next_token[:, None], padded)  # [R, S]
     natural = verdict.accepted + 1
-    stop = is_stop(run, engine.stop_ids) & (slots < natural[:, None])
-    first_stop = jnp.where(jnp.any(stop, axis=1), jnp.argmax(stop, axis=1), engine.slots)
+    stop = is_stop(run, program.stop_ids) & (slots < natural[:, None])
+    first_stop = jnp.where(jnp.any(stop, axis=1), jnp.argmax(stop, axis=1), program.slots)
     count = jnp.minimum(jnp.minimum(natural, first_stop + 1), state.limit - state.length)
     count = jnp.where(state.active, count, 0)
     stopped = state.active & (first_stop < count)
@@ -129,7 +129,7 @@ def commit(
     kept = jnp.take_along_axis(run, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     counters = Counters(
         state.counters.rounds + state.active,
-        state.counters.drafted + jnp.where(state.active, interface.proposed(engine.drafter, proposal), 0),
+        state.counters.drafted + jnp.where(state.active, interface.proposed(program.drafter, proposal), 0),
         state.counters.verified + jnp.where(state.active, lengths, 0),
         state.counters.accepted + jnp.minimum(count, verdict.accepted) * state.active,
     )
@@ -152,40 +152,40 @@ def verify_and_commit(
     proposal: Proposal,
     lengths: Array,
     *,
-    engine: Engine,
+    program: Program,
     bucket: int,
 ) -> tuple[DecodeState, StepOutput]:
     """The second half of a step, compiled once per bucket: target pass over the packed rows, acceptance, commit."""
-    packing = pack_rows(lengths, state.active, engine.slots, bucket)
+    packing = pack_rows(lengths, state.active, program.slots, bucket)
     block = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)  # [R, S]
     ids = block[packing.request, packing.offset]  # [B]
     hidden, target_cache = transformer.extend(
-        target_params, engine.target, state.target_cache, ids, state.start, packing, engine.capture
+        target_params, program.target, state.target_cache, ids, state.start, packing, program.capture
     )
-    logits = transformer.logits(target_params, hidden.final, engine.target.final_softcap)
-    logits = mask_padding(logits, engine.target)  # [V, B]
-    verdict = judge(logits, proposal, lengths, packing, state, engine, draft_params)
-    new, run, count = commit(state, proposal, lengths, verdict, engine)
+    logits = transformer.logits(target_params, hidden.final, program.target.final_softcap)
+    logits = mask_padding(logits, program.target)  # [V, B]
+    verdict = judge(logits, proposal, lengths, packing, state, program, draft_params)
+    new, run, count = commit(state, proposal, lengths, verdict, program)
     draft_cache = proposal.cache
-    if engine.drafter:
+    if program.drafter:
         seen = Committed(hidden, state.start, state.anchor, run, verdict.accepted, packing)
-        draft_cache = interface.ingest(engine.drafter, draft_params, draft_cache, seen)
+        draft_cache = interface.ingest(program.drafter, draft_params, draft_cache, seen)
     new = new._replace(target_cache=target_cache, draft_cache=draft_cache)
     return new, StepOutput(run, count, verdict.accepted, lengths, proposal.confidence, proposal.tokens)
 
 
 def step(
-    target_params: Params, draft_params: Params, state: DecodeState, *, engine: Engine, bucket: int
+    target_params: Params, draft_params: Params, state: DecodeState, *, program: Program, bucket: int
 ) -> tuple[DecodeState, StepOutput]:
     """One round over all slots.
 
     Args:
         target_params: the target's pytree. draft_params: the drafter's (`interface.bind`), {} without one.
-        engine, bucket: static. Verify lengths are cut where they would not fit into the bucket.
+        program, bucket: static. Verify lengths are cut where they would not fit into the bucket.
     """
-    proposal = draft(draft_params, state, engine)
-    lengths = cap_to_bucket(admitted_lengths(proposal, state, engine), state.active, bucket)
-    return verify_and_commit(target_params, draft_params, state, proposal, lengths, engine=engine, bucket=bucket)
+    proposal = draft(draft_params, state, program)
+    lengths = cap_to_bucket(admitted_lengths(proposal, state, program), state.active, bucket)
+    return verify_and_commit(target_params, draft_params, state, proposal, lengths, program=program, bucket=bucket)
 
 
 def verify_in_bucket(
@@ -194,7 +194,7 @@ def verify_in_bucket(
     state: DecodeState,
     proposal: Proposal,
     lengths: Array,
-    engine: Engine,
+    program: Program,
     buckets: tuple[int, ...],
 ) -> DecodeState:
     """`verify_and_commit` in the smallest bucket that holds the admitted rows.
@@ -213,7 +213,7 @@ def verify_in_bucket(
         def once(carry: tuple[Array, DecodeState], size: int = size) -> tuple[Array, DecodeState]:
             now = carry[1]
             block = proposal._replace(cache=now.draft_cache)
-            new, _ = verify_and_commit(target_params, draft_params, now, block, lengths, engine=engine, bucket=size)
+            new, _ = verify_and_commit(target_params, draft_params, now, block, lengths, program=program, bucket=size)
             return jnp.full_like(index, -1), new
 
         carry = jax.lax.while_loop(chosen, once, carry)
@@ -227,7 +227,7 @@ def run_rounds(
     rounds: Array,
     until_free: Array,
     *,
-    engine: Engine,
+    program: Program,
     buckets: tuple[int, ...],
 ) -> DecodeState:
     """Keeps the loop on the device: up to `rounds` steps, each in the smallest bucket that holds what is admitted.
@@ -240,7 +240,7 @@ def run_rounds(
         buckets: ascending row counts; the last holds everything.
     """
     before = jnp.sum(state.active)
-    last = state.target_cache[0].keys.shape[1] - engine.slots  # where the last step that fits begins
+    last = state.target_cache[0].keys.shape[1] - program.slots  # where the last step that fits begins
 
     def go_on(carry: tuple[Array, DecodeState]) -> Array:
         taken, now = carry
@@ -250,11 +250,11 @@ def run_rounds(
 
     def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         taken, now = carry
-        whole = engine.schedule == "fixed" and not interface.may_abstain(engine.drafter)
+        whole = program.schedule == "fixed" and not interface.may_abstain(program.drafter)
         if whole or len(buckets) == 1:
-            return taken + 1, step(target_params, draft_params, now, engine=engine, bucket=buckets[-1])[0]
-        proposal = draft(draft_params, now, engine)
-        lengths = cap_to_bucket(admitted_lengths(proposal, now, engine), now.active, buckets[-1])
-        return taken + 1, verify_in_bucket(target_params, draft_params, now, proposal, lengths, engine, buckets)
+            return taken + 1, step(target_params, draft_params, now, program=program, bucket=buckets[-1])[0]
+        proposal = draft(draft_params, now, program)
+        lengths = cap_to_bucket(admitted_lengths(proposal, now, program), now.active, buckets[-1])
+        return taken + 1, verify_in_bucket(target_params, draft_params, now, proposal, lengths, program, buckets)
 
     return jax.lax.while_loop(go_on, body, (jnp.int32(0), state))[1]

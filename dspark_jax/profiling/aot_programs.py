@@ -20,7 +20,7 @@ from dspark_jax.data.pipeline import HostBatch
 from dspark_jax.data.quantized import quantize, scale_group
 from dspark_jax.decoding.sampling import Mode
 from dspark_jax.decoding.schedule import Schedule, buckets_for
-from dspark_jax.decoding.state import DecodeState, Engine, init_state
+from dspark_jax.decoding.state import DecodeState, Program, init_state
 from dspark_jax.decoding.step import step
 from dspark_jax.drafters.interface import bind, init_params
 from dspark_jax.models import transformer
@@ -161,7 +161,7 @@ class DecodeJob:
         own = jax.eval_shape(self._own, target_shapes(self.target, self.dtype))
         weights = target_shapes(self.target, self.dtype), own
         placed = sharding.abstract(weights, sharding.shardings(weights, mesh))
-        state = jax.eval_shape(partial(init_state, self._engine, self.requests, self.context, self.max_tokens))
+        state = jax.eval_shape(partial(init_state, self._program, self.requests, self.context, self.max_tokens))
         return *placed, sharding.abstract(state, self._places(state, mesh))
 
     def lower(self, mesh: Mesh, bucket: int) -> Any:
@@ -169,7 +169,7 @@ class DecodeJob:
 
         def run(target: Params, own: Params, state: DecodeState) -> Any:
             bound = {"embed": target["embed"], "head": transformer.head_weight(target)} | own
-            return step(target, bound, state, engine=self._engine, bucket=bucket)
+            return step(target, bound, state, program=self._program, bucket=bucket)
 
         arguments = self.arguments(mesh)
         places = jax.tree.map(lambda x: x.sharding, arguments[-1])
@@ -178,8 +178,8 @@ class DecodeJob:
             return jitted.lower(*arguments)
 
     @property
-    def _engine(self) -> Engine:
-        return Engine(self.target, self.drafter, self.schedule, self.mode, (), self.dtype)
+    def _program(self) -> Program:
+        return Program(self.target, self.drafter, self.schedule, self.mode, (), self.dtype)
 
     def _own(self, target: Params) -> Params:
         """The drafter's bound parameters without those that are the target's own arrays."""

@@ -38,15 +38,15 @@ def products_in_bfloat16(program: str) -> int:
 def test_products_of_weights_stay_bfloat16(speculative: bool) -> None:
     """A transposed operand anywhere upstream makes XLA multiply in float32, weights and all, without a word."""
     generator = Generator(in_bfloat16(tiny_target()), in_bfloat16(tiny_drafter()) if speculative else None, stop_ids=())
-    engine = generator.engine("greedy")
-    state = init_state(engine, 1, 64, 16)
+    program = generator.program("greedy")
+    state = init_state(program, 1, 64, 16)
     program = _run_rounds.lower(
         generator.target.params,
         generator._draft_params,
         state,
         jnp.int32(4),
         jnp.bool_(False),
-        engine=engine,
+        program=program,
         buckets=generator.buckets,
     ).compile()
     target_products = 4 * 2 + 1  # qkv, o, gate and up, down of two layers, and the head

@@ -155,11 +155,11 @@ def test_near_the_last_position(plain: dict[str, list[int]]) -> None:
     narrow = tiny_drafter(max_positions=8)  # the drafter ends before the target: from there on it is plain decoding
     done = run(Generator(TARGET, narrow, stop_ids=()), [request])["0"]
     assert done.token_ids == plain["3"] and done.verified < done.drafted
-    engine = Generator(short, DRAFTER, stop_ids=()).engine("greedy")
+    program = Generator(short, DRAFTER, stop_ids=()).program("greedy")
     starts = jnp.arange(14)
-    state = init_state(engine, 14, 32, 64)._replace(start=starts, limit=jnp.full(14, 64))
+    state = init_state(program, 14, 32, 64)._replace(start=starts, limit=jnp.full(14, 64))
     ones = jnp.ones((14, BLOCK))
-    lengths = admitted_lengths(Proposal(ones.astype(jnp.int32), ones, ones, ones, ()), state, engine)
+    lengths = admitted_lengths(Proposal(ones.astype(jnp.int32), ones, ones, ones, ()), state, program)
     np.testing.assert_array_equal(lengths, np.clip(11 - np.arange(14), 0, BLOCK))
 
 
@@ -246,9 +246,9 @@ def test_caches_follow_the_texts(monkeypatch: pytest.MonkeyPatch, options: dict)
     one.warm_up(requests)
     before, sizes = compiled(), []
 
-    def with_capacity(state, capacity, engine):
+    def with_capacity(state, capacity, program):
         sizes.append(capacity)
-        return state_module.with_capacity(state, capacity, engine)
+        return state_module.with_capacity(state, capacity, program)
 
     monkeypatch.setattr(generate_module, "with_capacity", with_capacity)
     assert tokens_of(one, requests) == large
@@ -258,10 +258,10 @@ def test_caches_follow_the_texts(monkeypatch: pytest.MonkeyPatch, options: dict)
 
 def test_packed_equals_dense() -> None:
     """A step in a bucket of 6 rows does what the dense one of 8 does, where the drafts fit."""
-    engine = generator(batch_size=2, schedule="threshold").engine("greedy")
+    program = generator(batch_size=2, schedule="threshold").program("greedy")
     params = generator(batch_size=2)._draft_params
     rng = np.random.default_rng(0)
-    state = init_state(engine, 2, 32, 40, 0.5)
+    state = init_state(program, 2, 32, 40, 0.5)
     noise = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)  # noqa: E731
     state = state._replace(
         target_cache=jax.tree.map(noise, state.target_cache),
@@ -272,10 +272,10 @@ def test_packed_equals_dense() -> None:
         start=jnp.asarray([9, 4]),
         anchor=jnp.asarray([2, 5]),
     )
-    one_step = jax.jit(step, static_argnames=("engine", "bucket"))
-    fixed = dataclasses.replace(engine, schedule="fixed")
+    one_step = jax.jit(step, static_argnames=("program", "bucket"))
+    fixed = dataclasses.replace(program, schedule="fixed")
     (dense, out), (packed, packed_out) = (
-        one_step(TARGET.params, params, state, engine=fixed, bucket=b) for b in (8, 6)
+        one_step(TARGET.params, params, state, program=fixed, bucket=b) for b in (8, 6)
     )
     np.testing.assert_array_equal(out.verified, [3, 1])
     np.testing.assert_array_equal(packed_out.verified, out.verified)
@@ -286,6 +286,6 @@ def test_packed_equals_dense() -> None:
         for r in range(2):
             end = int(dense.start[r])
             np.testing.assert_allclose(a[r, :end], b[r, :end], atol=1e-5)
-    tight, cut = one_step(TARGET.params, params, state, engine=fixed, bucket=3)  # later drafts do not fit
+    tight, cut = one_step(TARGET.params, params, state, program=fixed, bucket=3)  # later drafts do not fit
     np.testing.assert_array_equal(cut.verified, [1, 0])
     assert int(tight.start[0]) > 9 and int(tight.start[1]) == 5

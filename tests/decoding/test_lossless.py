@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 
 from dspark_jax.decoding import step as step_module
 from dspark_jax.decoding.sampling import Sampling
-from dspark_jax.decoding.state import Engine, NewRequests, admit, init_state, prefill
+from dspark_jax.decoding.state import NewRequests, Program, admit, init_state, prefill
 from dspark_jax.decoding.step import run_rounds
 from dspark_jax.drafters.dspark import bind
 from dspark_jax.models import transformer
@@ -47,7 +47,7 @@ def joint(logits: np.ndarray, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0) ->
 
 def simulate(drafter, schedule="fixed", mode="plain", settings=((1.0, 1.0, 0, 0.0),), buckets=None, confidence=0.5):
     """Tokens `[REQUESTS, LENGTH]` and verified counts of requests that cycle through `settings`."""
-    engine = Engine(TARGET.config, drafter and drafter.config, schedule, mode, (), jnp.float32)
+    program = Program(TARGET.config, drafter and drafter.config, schedule, mode, (), jnp.float32)
     params = bind(drafter.params, TARGET.params["embed"], TARGET.params["head"]) if drafter else {}
     columns = [jnp.asarray(np.resize(column, REQUESTS)) for column in zip(*settings, strict=True)]
     keys = jnp.stack([jnp.arange(REQUESTS), jnp.full(REQUESTS, 11)], axis=1).astype(jnp.uint32)
@@ -60,12 +60,12 @@ def simulate(drafter, schedule="fixed", mode="plain", settings=((1.0, 1.0, 0, 0.
 
     @jax.jit  # a fresh program each time, so that patched rules are traced
     def whole():
-        state = init_state(engine, REQUESTS, 24, limit, confidence)
-        ready = prefill(TARGET.params, params, new, engine=engine)
-        state = admit(state, new, ready, engine=engine)
-        sizes = tuple(REQUESTS * b for b in (buckets or (engine.slots,)))
+        state = init_state(program, REQUESTS, 24, limit, confidence)
+        ready = prefill(TARGET.params, params, new, program=program)
+        state = admit(state, new, ready, program=program)
+        sizes = tuple(REQUESTS * b for b in (buckets or (program.slots,)))
         most, until_free = jnp.int32(LENGTH - 1), jnp.bool_(False)
-        state = run_rounds(TARGET.params, params, state, most, until_free, engine=engine, buckets=sizes)
+        state = run_rounds(TARGET.params, params, state, most, until_free, program=program, buckets=sizes)
         return state.tokens, state.counters
 
     tokens, counters = jax.device_get(whole())

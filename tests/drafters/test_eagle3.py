@@ -55,17 +55,19 @@ def test_rounds(name: str, case: str) -> None:
         assert int(run.state.start[0]) == trace["round_start"][i]
         assert int(run.state.anchor[0]) == trace["round_anchor_token"][i]
         if i < with_logits:
-            state, engine = run.state, run.engine
+            state, program = run.state, run.program
             memory = state.draft_cache
-            proposal = run_propose(engine.drafter, run.params, memory, state.anchor, state.start, keep_logits)
+            proposal = run_propose(program.drafter, run.params, memory, state.anchor, state.start, keep_logits)
             np.testing.assert_allclose(proposal.probs[..., 0], trace["round_draft_logits"][i], atol=ATOL[name])
             np.testing.assert_allclose(memory.state[0], trace["round_draft_hidden"][i, 0], atol=ATOL[name])
             ids = jnp.concatenate([state.anchor, jnp.asarray(trace["round_draft_tokens"][i])])
-            packing = dense_packing(1, engine.slots)
-            hidden, _ = run_extend(run.target.params, engine.target, state.target_cache, ids, state.start, packing)
-            logits = transformer.logits(run.target.params, hidden.final, engine.target.final_softcap)
+            packing = dense_packing(1, program.slots)
+            hidden, _ = run_extend(run.target.params, program.target, state.target_cache, ids, state.start, packing)
+            logits = transformer.logits(run.target.params, hidden.final, program.target.final_softcap)
             np.testing.assert_allclose(logits.T, trace["round_target_logits"][i], atol=ATOL[name])
-        run.state, out = run_step(run.target.params, run.params, run.state, engine=run.engine, bucket=run.engine.slots)
+        run.state, out = run_step(
+            run.target.params, run.params, run.state, program=run.program, bucket=run.program.slots
+        )
         check_round(trace, i, jax.tree.map(lambda x: np.asarray(x)[0], out), left)
     assert not run.state.active[0]
 

@@ -15,7 +15,7 @@ import pytest
 from dspark_jax.checkpoints.load import load_drafter, load_target
 from dspark_jax.decoding.generate import Generator, Request
 from dspark_jax.decoding.sampling import Sampling, SamplingParams
-from dspark_jax.decoding.state import Engine, NewRequests, admit, init_state, prefill
+from dspark_jax.decoding.state import NewRequests, Program, admit, init_state, prefill
 from dspark_jax.decoding.step import step
 from dspark_jax.drafters.dspark import bind, propose
 from dspark_jax.drafters.heads import head_step, markov_bias
@@ -32,11 +32,11 @@ CASES = [
     for case in ("p0", "p1", "p0_stop_accepted", "p0_stop_bonus", "p0_thr05", "p1_thr05")
     if (FOLDER / "inference" / name / f"{case}.npz").exists() and (name, case) != ("dspark_qwen3_rnn", "p0_stop_bonus")
 ]
-run_step = jax.jit(step, static_argnames=("engine", "bucket"))
+run_step = jax.jit(step, static_argnames=("program", "bucket"))
 run_propose = jax.jit(propose, static_argnames=("config", "draw"))
 run_extend = jax.jit(transformer.extend, static_argnames=("config",))
-run_prefill = jax.jit(prefill, static_argnames=("engine",))
-run_admit = jax.jit(admit, static_argnames=("engine",))
+run_prefill = jax.jit(prefill, static_argnames=("program",))
+run_admit = jax.jit(admit, static_argnames=("program",))
 
 
 @cache
@@ -53,21 +53,21 @@ def load_case(name: str, case: str):
 
 
 def start(name: str, trace, meta):
-    """Models, the engine and the state after prefill; threshold cases use the threshold schedule."""
+    """Models, the program and the state after prefill; threshold cases use the threshold schedule."""
     target, drafter = models(name)
     params = bind(drafter.params, target.params["embed"], transformer.head_weight(target.params))
     stop_ids = tuple(meta["stop_token_ids"] or ())
     schedule = "threshold" if meta["confidence_threshold"] else "fixed"
-    engine = Engine(target.config, drafter.config, schedule, "greedy", stop_ids, jnp.float32)
+    program = Program(target.config, drafter.config, schedule, "greedy", stop_ids, jnp.float32)
     prompt = jnp.asarray(trace["prompt_ids"])
     padded = jnp.pad(prompt, ((0, 0), (0, 16 - prompt.shape[1])))
     sampling = Sampling(jnp.zeros(1), jnp.ones(1), jnp.zeros(1, jnp.int32), jnp.zeros(1), jnp.zeros((1, 2), jnp.uint32))
     lengths = jnp.asarray([prompt.shape[1]])
     new = NewRequests(padded, lengths, jnp.asarray([0]), jnp.asarray([NEW_TOKENS]), sampling)
-    state = init_state(engine, 1, CAPACITY, NEW_TOKENS, meta["confidence_threshold"])
-    ready = run_prefill(target.params, params, new, engine=engine)
+    state = init_state(program, 1, CAPACITY, NEW_TOKENS, meta["confidence_threshold"])
+    ready = run_prefill(target.params, params, new, program=program)
     return SimpleNamespace(
-        target=target, params=params, engine=engine, state=run_admit(state, new, ready, engine=engine)
+        target=target, params=params, program=program, state=run_admit(state, new, ready, program=program)
     )
 
 
@@ -79,13 +79,13 @@ def keep_logits(logits, slot):
 
 def round_logits(run, drafts):
     """Draft logits `[K, V]`, and target logits `[K + 1, V]` of the round that the state is about to take."""
-    engine, state = run.engine, run.state
-    proposal = run_propose(run.params, engine.drafter, state.draft_cache, state.anchor, state.start, keep_logits)
+    program, state = run.program, run.state
+    proposal = run_propose(run.params, program.drafter, state.draft_cache, state.anchor, state.start, keep_logits)
     ids = jnp.concatenate([state.anchor, drafts])
-    packing = dense_packing(1, engine.slots)
-    hidden, _ = run_extend(run.target.params, engine.target, state.target_cache, ids, state.start, packing)
+    packing = dense_packing(1, program.slots)
+    hidden, _ = run_extend(run.target.params, program.target, state.target_cache, ids, state.start, packing)
     return np.asarray(proposal.probs[..., 0]), np.asarray(
-        transformer.logits(run.target.params, hidden.final, engine.target.final_softcap)
+        transformer.logits(run.target.params, hidden.final, program.target.final_softcap)
     ).T
 
 
@@ -111,7 +111,9 @@ def test_rounds(name: str, case: str) -> None:
             atol = 2e-3 if "gemma4" in name else 1e-4  # Gemma4's activations and logits are larger
             np.testing.assert_allclose(draft_logits, trace["round_draft_logits"][i], atol=atol)
             np.testing.assert_allclose(target_logits, trace["round_target_logits"][i], atol=atol)
-        run.state, out = run_step(run.target.params, run.params, run.state, engine=run.engine, bucket=run.engine.slots)
+        run.state, out = run_step(
+            run.target.params, run.params, run.state, program=run.program, bucket=run.program.slots
+        )
         check_round(trace, i, jax.tree.map(lambda x: np.asarray(x)[0], out), left)
     assert not run.state.active[0]
 

@@ -95,7 +95,7 @@ def test_a_decoding_step_has_each_array_once(drafter: DrafterSettings) -> None:
 
     assert sizes(target) == sizes(real_target)
     assert sizes(own) == sizes({name: part for name, part in bound.items() if name not in borrowed})
-    assert sizes(state) == sizes(init_state(job._engine, 4, 32, 32))
+    assert sizes(state) == sizes(init_state(job._program, 4, 32, 32))
     assert job.buckets == (4, 8, 16)
 
 
