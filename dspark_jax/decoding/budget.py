@@ -13,8 +13,8 @@ same. Tokens are taken in the order of their survival.
 Both are non-anticipating: whether x_{r,j} is verified depends on past rounds, on other requests, and on c_{r,1..j},
 which were there before x_{r,j} was drawn. A global search over this round's confidences is not (Appendix A).
 
-Drafting is a cost too: a batch for which past confidences promise less than plain decoding does not draft, and looks
-again every `PROBE` rounds.
+Drafting is a cost too: a batch for which past confidences promise less than plain decoding does not draft. It looks
+again after a while, the sooner the less it expects to lose by it (`PROBE`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dspark_jax.decoding.curve import RoundSeconds
 from dspark_jax.decoding.schedule import Schedule, slots_for
 
 Array = jax.Array
-PROBE = 32  # rounds without a draft after which one drafts, to see whether it would pay again
+PROBE = 128  # times the share of speed that a draft is expected to lose: rounds without one, after which one drafts
 FIRST_SURVIVAL = 0.7  # per token, before anything is known
 _WEIGHT = 0.05  # of a round in the running mean
 DECIDE, PLAIN = -2, -1  # values of `Costs.force`
@@ -150,9 +150,13 @@ def rates(now: Round, gains: Array, costs: Costs) -> Array:
 
 
 def pays_to_draft(now: Round, gains: Array, past: Past, costs: Costs) -> Array:
-    """Whether this round drafts, bool `[]`: some bucket's past `gains` beat plain decoding, or it is time to look."""
-    better = jnp.max(rates(now, gains, costs)) > now.busy / costs.plain
-    decided = better | (past.idle >= PROBE - 1)
+    """Whether this round drafts, bool `[]`: some bucket's past `gains` beat plain decoding, or it is time to look.
+
+    A look costs the share of a round that it is expected to lose, so looking once in `PROBE` times that many rounds
+    costs about 1 / `PROBE` of all time, whatever the share is.
+    """
+    loss = 1.0 - jnp.max(rates(now, gains, costs)) * costs.plain / jnp.maximum(now.busy, 1)
+    decided = (loss < 0) | (past.idle + 1 >= PROBE * loss)
     return jnp.where(costs.force == DECIDE, decided, costs.force >= 0)
 
 

@@ -21,6 +21,7 @@ Schedule = Literal["fixed", "threshold", "causal", "async"]
 SCHEDULES: tuple[Schedule, ...] = ("fixed", "threshold", "causal", "async")
 BUDGETED: tuple[Schedule, ...] = ("causal", "async")  # those with a budget from the throughput curve
 _STEPS = (1.0, 1.25, 1.5)  # fine buckets between R and 2 R, then doublings with one between: 3, 4, 6, 8, 12 ... times R
+_TILE = 8  # fine buckets are multiples of so many rows (small ones powers of two): others take longer than the next one
 
 
 def verify_lengths(schedule: Schedule, confidence: Array, threshold: Array, room: Array) -> Array:
@@ -76,7 +77,7 @@ def buckets_for(requests: int, block: int, fine: bool = False) -> tuple[int, ...
     """Row counts to compile for `requests` slots and blocks of `block` drafts: R to R * (block + 1), doubling.
 
     Args:
-        fine: 1.25, 1.5, 3 and 6 times R too, and so on, for schedules that choose among them (`BUDGETED`).
+        fine: also about 1.25, 1.5, 3 and 6 times R, and so on, for schedules that choose among them (`BUDGETED`).
     """
     full = requests * (block + 1)
     factors = list(_STEPS) if fine else [1.0]
@@ -84,7 +85,10 @@ def buckets_for(requests: int, block: int, fine: bool = False) -> tuple[int, ...
     while size < block + 1:
         factors += [size, size * 1.5] if fine else [size]
         size *= 2
-    return tuple(sorted({min(math.ceil(f * requests), full) for f in factors} | {full}))
+    sizes = {math.ceil(f * requests) for f in factors}
+    if fine:
+        sizes = {1 << (n - 1).bit_length() if n < _TILE else -(-n // _TILE) * _TILE for n in sizes}
+    return tuple(sorted({min(n, full) for n in sizes} | {requests, full}))
 
 
 def slots_for(requests: int, block: int, bucket: int) -> int:

@@ -151,7 +151,9 @@ def test_drafting_is_skipped_where_it_does_not_pay_and_looked_at_again() -> None
     assert not pays_to_draft(now, gains_of(now, low), past, costs)
     assert not pays_to_draft(now, gains_of(now, high), past, costs_of((1.5, 2, 4), plain=0.9))
     assert pays_to_draft(now, gains_of(now, high), past, costs_of((1.5, 1.9, 4), plain=1.0))
-    assert pays_to_draft(now, gains_of(now, low), past._replace(idle=jnp.int32(PROBE - 1)), costs)
+    waits = int(np.ceil(PROBE / 3))  # 4 tokens in 1.5 in place of 1 second: a third less
+    for idle, looks in ((waits - 2, False), (waits - 1, True)):
+        assert pays_to_draft(now, gains_of(now, jnp.zeros((R, K))), past._replace(idle=jnp.int32(idle)), costs) == looks
     for force, drafts in ((PLAIN, False), (0, True), (2, True)):
         assert pays_to_draft(now, gains_of(now, low), past, costs._replace(force=jnp.int32(force))) == drafts
 
