@@ -1,0 +1,303 @@
+"""Measures the throughput curve: seconds of a round in every bucket, with and without its draft, and of prefills.
+
+The very program that decodes is timed, on a made-up state: all slots active, caches filled to about the middle, limits
+out of reach. Its buckets are forced in turn, forwards and then backwards, so that a machine whose speed drifts slows
+all of them alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.decoding import generate
+from dspark_jax.decoding.budget import PLAIN, Costs
+from dspark_jax.decoding.curve import Point, Prefill
+from dspark_jax.decoding.generate import Generator, capacity_for, padded_length
+from dspark_jax.decoding.rounds import run_rounds
+from dspark_jax.decoding.sampling import Mode, Sampling
+from dspark_jax.decoding.schedule import buckets_for
+from dspark_jax.decoding.state import DecodeState, NewRequests, Program, init_state
+from dspark_jax.profiling.curves import CurveKey, MeasuredPoint, key_of
+
+Array = jax.Array
+Params = dict[str, Any]
+SLOTS = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (256, 512)
+# temperature, top-p, top-k of the requests of each sampling program
+_SAMPLING: dict[Mode, tuple[float, float, int]] = {
+    "greedy": (0.0, 1.0, 0),
+    "plain": (1.0, 1.0, 0),
+    "filtered": (0.7, 0.8, 20),
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long and how often is measured.
+
+    Attributes:
+        repeats: timings of each bucket; a curve holds their medians. seconds: that a timing lasts at least, about.
+    """
+
+    repeats: int = 9
+    seconds: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise ValueError(f"repeats {self.repeats}: must be at least 1")
+        if not 0 < self.seconds < float("inf"):
+            raise ValueError(f"seconds {self.seconds}: of a timing, must be positive")
+
+
+@dataclass(frozen=True)
+class Models:
+    """What is profiled.
+
+    Attributes:
+        target: `checkpoints.load.Target`, or anything with `.config` and `.params` (and `.tokenizer`, if `stop_ids` is
+            not given). drafter: `Drafter`, or None for plain decoding only. mode: the sampling program.
+        mesh: devices that the parameters lie on; None: the default device. stop_ids: as `Generator`'s.
+    """
+
+    target: Any
+    drafter: Any = None
+    mode: Mode = "plain"
+    mesh: jax.sharding.Mesh | None = None
+    stop_ids: tuple[int, ...] | None = None
+
+    @property
+    def key(self) -> CurveKey:
+        """What the curve will be one of."""
+        config = self.drafter.config if self.drafter is not None else None
+        return key_of(self.target.config, config, self.target.params["embed"].dtype, self.mode, self.mesh)
+
+    @property
+    def block(self) -> int:
+        """gamma, drafts of a round; 0 without a drafter."""
+        return self.drafter.config.block_size if self.drafter is not None else 0
+
+    @property
+    def positions(self) -> int:
+        """Positions that target and drafter were made for, in tokens."""
+        configs = [m.config for m in (self.target, self.drafter) if m is not None]
+        return int(min(config.max_positions for config in configs))
+
+    def generator(self, slots: int) -> Generator:
+        """A generator of R `slots`, for its parameters and programs."""
+        return Generator(self.target, self.drafter, slots, schedule="causal", stop_ids=self.stop_ids)
+
+    def on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        """The context that programs run in."""
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+    def check(self, slots: Sequence[int], contexts: Sequence[int]) -> None:
+        """Refuses sizes that no program has.
+
+        Raises:
+            ValueError: a number of slots that the mesh does not divide; a context that is no cache capacity, or larger
+                than the models can use.
+        """
+        data = self.mesh.shape["data"] if self.mesh is not None else 1
+        for size in slots:
+            if size < 1 or size % data:
+                raise ValueError(f"slots {size}: must be a positive multiple of the mesh's data, {data}")
+        most = capacity_for(self.positions)
+        for context in contexts:
+            right = capacity_for(max(context, 1))
+            if context != right:
+                raise ValueError(f"contexts {context}: caches have {right} tokens there, give that")
+            if context > most:
+                raise ValueError(f"contexts {context}: the models have {self.positions} positions, at most {most}")
+
+
+# --- rounds ---
+
+
+@partial(jax.jit, donate_argnames=("state",))
+def _put_back(state: DecodeState, start: Array) -> DecodeState:
+    """All slots active again, at position `start`, with one token generated."""
+    ints = lambda value: jnp.full_like(state.start, value)  # noqa: E731
+    return state._replace(
+        anchor=ints(1),
+        start=ints(start),
+        length=ints(1),
+        active=jnp.ones_like(state.active),
+        stopped=jnp.zeros_like(state.stopped),
+    )
+
+
+@dataclass
+class Rounds:
+    """Runs rounds of R slots with caches of T tokens, in a forced bucket.
+
+    Attributes:
+        most: rounds of one call at most, so that positions stay in the caches and within the models' limits.
+        buckets: row counts.
+    """
+
+    models: Models
+    slots: int
+    context: int
+    buckets: tuple[int, ...] = field(init=False)
+    most: int = field(init=False)
+    _generator: Generator = field(init=False, repr=False)
+    _program: Program = field(init=False, repr=False)
+    _start: int = field(init=False)
+    _state: DecodeState = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._generator = self.models.generator(self.slots)
+        self._program = self._generator.program(self.models.mode)
+        self.buckets = buckets_for(self.slots, self.models.block)
+        width = self._program.slots
+        room = min(self.context, self.models.positions) - width  # where the last round may begin
+        self.most = max(min(room // 2, 128) // width, 1)
+        self._start = max((room - self.most * width) // 2, 0)
+        self._state = self._fresh_state()
+
+    def _fresh_state(self) -> DecodeState:
+        tokens = (self.most + 1) * self._program.slots
+        state = init_state(self._program, self.slots, self.context, tokens)
+        keys = np.stack([np.arange(self.slots), np.full(self.slots, 1 << 31)], axis=1).astype(np.uint32)
+        return state._replace(
+            limit=jnp.full((self.slots,), tokens, jnp.int32),
+            sampling=_sampling(self.models.mode, jnp.asarray(keys)),
+        )
+
+    @property
+    def forces(self) -> tuple[int, ...]:
+        """What can be timed: every bucket with its draft, and `PLAIN`; that alone without a drafter."""
+        return (*range(len(self.buckets)), PLAIN) if self.models.drafter is not None else (PLAIN,)
+
+    @property
+    def state(self) -> DecodeState:
+        """As the last call left it."""
+        return self._state
+
+    def run(self, force: int, rounds: int, calls: int = 1) -> tuple[float, int]:
+        """Seconds that `calls` calls of `rounds` rounds took, and how many rounds it were.
+
+        They are fewer than asked for where all slots met a stop token.
+        """
+        costs = Costs(jnp.ones(len(self.buckets), jnp.float32), jnp.float32(1), jnp.int32(force))
+        start, count, never = jnp.int32(self._start), jnp.int32(rounds), jnp.bool_(False)
+        all_totals = []
+        with self.models.on_mesh():
+            jax.block_until_ready((self._state, costs, start, count, never))
+            began = time.perf_counter()
+            for _ in range(calls):
+                self._state, totals = run_rounds(
+                    self._generator.target.params, self._generator._draft_params, _put_back(self._state, start),
+                    count, never, costs, program=self._program, buckets=self.buckets,
+                )  # fmt: skip
+                all_totals.append(totals)
+            jax.block_until_ready(self._state)
+            seconds = time.perf_counter() - began
+        return seconds, sum(int(totals.rounds) for totals in all_totals)
+
+
+def _sampling(mode: Mode, keys: Array) -> Sampling:
+    """The settings of as many requests as there are `keys [P, 2]`, for a sampling program."""
+    temperature, top_p, top_k = _SAMPLING[mode]
+    floats = lambda value: jnp.full((keys.shape[0],), value, jnp.float32)  # noqa: E731
+    return Sampling(floats(temperature), floats(top_p), jnp.full(keys.shape[0], top_k, jnp.int32), floats(0), keys)
+
+
+def measure_point(models: Models, slots: int, context: int, timing: Timing | None = None) -> MeasuredPoint:
+    """Times a round of R `slots` with caches of `context` tokens in every bucket.
+
+    Args:
+        timing: how long and how often; `Timing()` by default.
+
+    Raises:
+        ValueError: as `Models.check`.
+    """
+    timing = timing or Timing()
+    models.check((slots,), (context,))
+    bench = Rounds(models, slots, context)
+    once = {}
+    for force in bench.forces:
+        bench.run(force, 1)  # the first one compiles
+        once[force] = bench.run(force, 1)[0]
+    rounds = min(max(math.ceil(timing.seconds / min(once.values())), 1), bench.most)
+    calls = {}
+    for force in bench.forces:
+        calls[force] = max(math.ceil(timing.seconds / bench.run(force, rounds)[0]), 1)
+    samples: dict[int, list[float]] = {force: [] for force in bench.forces}
+    for repeat in range(timing.repeats):
+        for force in bench.forces[:: 1 if repeat % 2 == 0 else -1]:
+            seconds, taken = bench.run(force, rounds, calls[force])
+            samples[force].append(seconds / taken)
+    medians = {force: float(np.median(seconds)) for force, seconds in samples.items()}
+    spread = {force: _spread(seconds) for force, seconds in samples.items()}
+    drafted = bench.forces[:-1] or (PLAIN,)  # without a drafter a round costs what a plain one does
+    point = Point(slots, context, bench.buckets, tuple(medians[f] for f in drafted), medians[PLAIN])
+    return MeasuredPoint(point, tuple(spread[f] for f in (*drafted, PLAIN)), timing.repeats)
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    """Interquartile range by the median."""
+    low, middle, high = np.percentile(seconds, [25, 50, 75])
+    return float((high - low) / middle)
+
+
+# --- prefills ---
+
+
+def prompt_lengths(longest: int, positions: int) -> tuple[int, ...]:
+    """Padded lengths of prompts of up to `longest` tokens that leave room for a token in a context of `positions`."""
+    longest = min(longest, positions - 1)
+    lengths = [padded_length(1)]
+    while lengths[-1] < longest:
+        lengths.append(padded_length(lengths[-1] + 1))
+    return tuple(lengths)
+
+
+def measure_prefills(models: Models, lengths: Sequence[int], timing: Timing | None = None) -> tuple[Prefill, ...]:
+    """Times the prefill of one prompt of each padded length, target and drafter together.
+
+    Args:
+        lengths: as `prompt_lengths`. timing: how long and how often.
+    """
+    timing = timing or Timing()
+    cases = {length: _prefill_case(models, length) for length in lengths}
+    calls = {}
+    for length, case in cases.items():
+        case(1)
+        calls[length] = max(math.ceil(timing.seconds / case(1)), 1)
+    samples: dict[int, list[float]] = {length: [] for length in lengths}
+    for repeat in range(timing.repeats):
+        for length in lengths[:: 1 if repeat % 2 == 0 else -1]:
+            samples[length].append(cases[length](calls[length]) / calls[length])
+    return tuple(Prefill(length, float(np.median(samples[length]))) for length in lengths)
+
+
+def _prefill_case(models: Models, length: int) -> Callable[[int], float]:
+    """Takes a number of calls, and gives the seconds that they took."""
+    generator = models.generator(1)
+    program = generator.program(models.mode)
+    ids = np.arange(length, dtype=np.int32)[None] % models.target.config.num_tokens
+    ints = lambda value: jnp.full((1,), value, jnp.int32)  # noqa: E731
+    tokens = min(length, models.positions - 1)
+    sampling = _sampling(models.mode, jnp.zeros((1, 2), jnp.uint32))
+    new = NewRequests(jnp.asarray(ids), ints(tokens), ints(0), ints(2), sampling)
+
+    def run(calls: int) -> float:
+        with models.on_mesh():
+            began = time.perf_counter()
+            for _ in range(calls):
+                done = generate._prefill(generator.target.params, generator._draft_params, new, program=program)
+            jax.block_until_ready(done)
+            return time.perf_counter() - began
+
+    return run
