@@ -7,32 +7,32 @@ all of them alike.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.decoding import generate
-from dspark_jax.decoding.budget import PLAIN, Costs
+from dspark_jax.decoding.admission import NewRequests
+from dspark_jax.decoding.batching import capacity_for, padded_length, run_many, run_prefill
+from dspark_jax.decoding.budget import PLAIN, make_costs
 from dspark_jax.decoding.curve import Point, Prefill
-from dspark_jax.decoding.generate import Generator, capacity_for, padded_length
-from dspark_jax.decoding.rounds import run_rounds
+from dspark_jax.decoding.generate import Generator
+from dspark_jax.decoding.placement import placed
 from dspark_jax.decoding.sampling import Mode, Sampling
-from dspark_jax.decoding.schedule import buckets_for
-from dspark_jax.decoding.state import DecodeState, NewRequests, Program, init_state
+from dspark_jax.decoding.schedule import Schedule, buckets_for
+from dspark_jax.decoding.state import DecodeState, Program, init_state
 from dspark_jax.profiling.curves import CurveKey, MeasuredPoint, key_of
 
 Array = jax.Array
-Params = dict[str, Any]
 SLOTS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (256, 512)
+_SPAN = 128  # positions that a call moves on by, at most
 # temperature, top-p, top-k of the requests of each sampling program
 _SAMPLING: dict[Mode, tuple[float, float, int]] = {
     "greedy": (0.0, 1.0, 0),
@@ -94,23 +94,19 @@ class Models:
 
     def generator(self, slots: int) -> Generator:
         """A generator of R `slots`, for its parameters and programs."""
-        return Generator(self.target, self.drafter, slots, schedule="causal", stop_ids=self.stop_ids)
-
-    def on_mesh(self) -> contextlib.AbstractContextManager[Any]:
-        """The context that programs run in."""
-        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+        budgets = self.drafter is None or self.drafter.config.confidence
+        schedule: Schedule = "causal" if budgets else "fixed"  # a generator has budgets only for confidences
+        return Generator(self.target, self.drafter, slots, schedule, stop_ids=self.stop_ids, mesh=self.mesh)
 
     def check(self, slots: Sequence[int], contexts: Sequence[int]) -> None:
         """Refuses sizes that no program has.
 
         Raises:
-            ValueError: a number of slots that the mesh does not divide; a context that is no cache capacity, or larger
-                than the models can use.
+            ValueError: no slots; a context that is no cache capacity, or larger than the models can use.
         """
-        data = self.mesh.shape["data"] if self.mesh is not None else 1
         for size in slots:
-            if size < 1 or size % data:
-                raise ValueError(f"slots {size}: must be a positive multiple of the mesh's data, {data}")
+            if size < 1:
+                raise ValueError(f"slots {size}: must be at least 1")
         most = capacity_for(self.positions)
         for context in contexts:
             right = capacity_for(max(context, 1))
@@ -123,26 +119,47 @@ class Models:
 # --- rounds ---
 
 
+class Taken(NamedTuple):
+    """What timed calls did: `seconds`, and numbers of `rounds`, of those with a draft (`drafted`), and by bucket."""
+
+    seconds: float
+    rounds: int
+    drafted: int
+    by_bucket: tuple[int, ...]
+
+
+def span(context: int, positions: int, width: int) -> tuple[int, int]:
+    """Where a call begins, and its rounds at most: in the middle of the cache, of at most a half of it.
+
+    Args:
+        context: T, tokens. positions: that the models were made for. width: most tokens that a round commits.
+    """
+    room = min(context, positions) - width  # where the last round may begin
+    most = max(min(room // 2, _SPAN) // width, 1)
+    return max((room - most * width) // 2, 0), most
+
+
 @partial(jax.jit, donate_argnames=("state",))
 def _put_back(state: DecodeState, start: Array) -> DecodeState:
     """All slots active again, at position `start`, with one token generated."""
     ints = lambda value: jnp.full_like(state.start, value)  # noqa: E731
-    return state._replace(
+    back = state._replace(
         anchor=ints(1),
         start=ints(start),
         length=ints(1),
+        limit=ints(state.tokens.shape[1]),
         active=jnp.ones_like(state.active),
         stopped=jnp.zeros_like(state.stopped),
     )
+    return placed(back, state.anchor.shape[0])
 
 
 @dataclass
 class Rounds:
-    """Runs rounds of R slots with caches of T tokens, in a forced bucket.
+    """Runs rounds of R slots with caches of T tokens in a forced bucket.
 
     Attributes:
-        most: rounds of one call at most, so that positions stay in the caches and within the models' limits.
-        buckets: row counts.
+        buckets: row counts. most: rounds of one call at most.
     """
 
     models: Models
@@ -152,27 +169,21 @@ class Rounds:
     most: int = field(init=False)
     _generator: Generator = field(init=False, repr=False)
     _program: Program = field(init=False, repr=False)
-    _start: int = field(init=False)
+    _start: int = field(init=False, repr=False)
     _state: DecodeState = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._generator = self.models.generator(self.slots)
-        self._program = self._generator.program(self.models.mode)
-        self.buckets = buckets_for(self.slots, self.models.block)
-        width = self._program.slots
-        room = min(self.context, self.models.positions) - width  # where the last round may begin
-        self.most = max(min(room // 2, 128) // width, 1)
-        self._start = max((room - self.most * width) // 2, 0)
-        self._state = self._fresh_state()
+        self._program = replace(self._generator.program(self.models.mode), schedule="causal")
+        self.buckets = buckets_for(self.slots, self.models.block, fine=self.models.drafter is not None)
+        self._start, self.most = span(self.context, self.models.positions, self._program.slots)
+        with self._generator.in_mesh():
+            self._state = jax.jit(self._empty)()
 
-    def _fresh_state(self) -> DecodeState:
-        tokens = (self.most + 1) * self._program.slots
-        state = init_state(self._program, self.slots, self.context, tokens)
+    def _empty(self) -> DecodeState:
         keys = np.stack([np.arange(self.slots), np.full(self.slots, 1 << 31)], axis=1).astype(np.uint32)
-        return state._replace(
-            limit=jnp.full((self.slots,), tokens, jnp.int32),
-            sampling=_sampling(self.models.mode, jnp.asarray(keys)),
-        )
+        state = init_state(self._program, self.slots, self.context)
+        return placed(state._replace(sampling=_sampling(self.models.mode, jnp.asarray(keys))), self.slots)
 
     @property
     def forces(self) -> tuple[int, ...]:
@@ -184,26 +195,31 @@ class Rounds:
         """As the last call left it."""
         return self._state
 
-    def run(self, force: int, rounds: int, calls: int = 1) -> tuple[float, int]:
-        """Seconds that `calls` calls of `rounds` rounds took, and how many rounds it were.
+    def run(self, force: int, rounds: int, calls: int = 1) -> Taken:
+        """Times `calls` calls of up to `rounds` rounds, each from the middle of the caches on.
 
-        They are fewer than asked for where all slots met a stop token.
+        Rounds are fewer where all slots met a stop token before.
         """
-        costs = Costs(jnp.ones(len(self.buckets), jnp.float32), jnp.float32(1), jnp.int32(force))
-        start, count, never = jnp.int32(self._start), jnp.int32(rounds), jnp.bool_(False)
-        all_totals = []
-        with self.models.on_mesh():
+        g, all_totals = self._generator, []
+        with g.in_mesh():
+            costs = make_costs(None, len(self.buckets), force)
+            start, count, never = jnp.int32(self._start), jnp.int32(rounds), jnp.bool_(False)
             jax.block_until_ready((self._state, costs, start, count, never))
             began = time.perf_counter()
             for _ in range(calls):
-                self._state, totals = run_rounds(
-                    self._generator.target.params, self._generator._draft_params, _put_back(self._state, start),
-                    count, never, costs, program=self._program, buckets=self.buckets,
+                state = _put_back(self._state, start)
+                self._state, totals = run_many(
+                    g.target.params, g.draft_params, state, count, never, costs,
+                    program=self._program, buckets=self.buckets,
                 )  # fmt: skip
                 all_totals.append(totals)
             jax.block_until_ready(self._state)
             seconds = time.perf_counter() - began
-        return seconds, sum(int(totals.rounds) for totals in all_totals)
+        rounds, drafted, by_bucket = (
+            np.sum([getattr(totals, name) for totals in all_totals], axis=0)
+            for name in ("rounds", "drafted", "by_bucket")
+        )
+        return Taken(seconds, int(rounds), int(drafted), tuple(by_bucket.tolist()))
 
 
 def _sampling(mode: Mode, keys: Array) -> Sampling:
@@ -228,16 +244,16 @@ def measure_point(models: Models, slots: int, context: int, timing: Timing | Non
     once = {}
     for force in bench.forces:
         bench.run(force, 1)  # the first one compiles
-        once[force] = bench.run(force, 1)[0]
+        once[force] = bench.run(force, 1).seconds
     rounds = min(max(math.ceil(timing.seconds / min(once.values())), 1), bench.most)
     calls = {}
     for force in bench.forces:
-        calls[force] = max(math.ceil(timing.seconds / bench.run(force, rounds)[0]), 1)
+        calls[force] = max(math.ceil(timing.seconds / bench.run(force, rounds).seconds), 1)
     samples: dict[int, list[float]] = {force: [] for force in bench.forces}
     for repeat in range(timing.repeats):
         for force in bench.forces[:: 1 if repeat % 2 == 0 else -1]:
-            seconds, taken = bench.run(force, rounds, calls[force])
-            samples[force].append(seconds / taken)
+            taken = bench.run(force, rounds, calls[force])
+            samples[force].append(taken.seconds / taken.rounds)
     medians = {force: float(np.median(seconds)) for force, seconds in samples.items()}
     spread = {force: _spread(seconds) for force, seconds in samples.items()}
     drafted = bench.forces[:-1] or (PLAIN,)  # without a drafter a round costs what a plain one does
@@ -270,7 +286,8 @@ def measure_prefills(models: Models, lengths: Sequence[int], timing: Timing | No
         lengths: as `prompt_lengths`. timing: how long and how often.
     """
     timing = timing or Timing()
-    cases = {length: _prefill_case(models, length) for length in lengths}
+    generator = models.generator(1)
+    cases = {length: _prefill_case(models, generator, length) for length in lengths}
     calls = {}
     for length, case in cases.items():
         case(1)
@@ -282,9 +299,8 @@ def measure_prefills(models: Models, lengths: Sequence[int], timing: Timing | No
     return tuple(Prefill(length, float(np.median(samples[length]))) for length in lengths)
 
 
-def _prefill_case(models: Models, length: int) -> Callable[[int], float]:
+def _prefill_case(models: Models, generator: Generator, length: int) -> Callable[[int], float]:
     """Takes a number of calls, and gives the seconds that they took."""
-    generator = models.generator(1)
     program = generator.program(models.mode)
     ids = np.arange(length, dtype=np.int32)[None] % models.target.config.num_tokens
     ints = lambda value: jnp.full((1,), value, jnp.int32)  # noqa: E731
@@ -293,10 +309,10 @@ def _prefill_case(models: Models, length: int) -> Callable[[int], float]:
     new = NewRequests(jnp.asarray(ids), ints(tokens), ints(0), ints(2), sampling)
 
     def run(calls: int) -> float:
-        with models.on_mesh():
+        with generator.in_mesh():
             began = time.perf_counter()
             for _ in range(calls):
-                done = generate._prefill(generator.target.params, generator._draft_params, new, program=program)
+                done = run_prefill(generator.target.params, generator.draft_params, new, program=program)
             jax.block_until_ready(done)
             return time.perf_counter() - began
 
