@@ -121,9 +121,10 @@ def load_models(settings: ProfileSettings) -> Models:
         named = settings.drafter or embedded_drafter_path()
         drafter = load_drafter(named, dtype=dtype, mesh=mesh, target=target.config)
         drafter.config.check_target(target.config)
+    models = Models(target, drafter, settings.sampling, mesh)
     if mesh is not None:
-        check_mesh(mesh, target.config, drafter.config if drafter is not None else None)
-    return Models(target, drafter, settings.sampling, mesh)
+        check_mesh(mesh, target.config, models.drafter.config if drafter is not None else None)
+    return models
 
 
 def profile(settings: ProfileSettings) -> tuple[Path, Profile]:

@@ -14,17 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dspark_jax.decoding.batching import run_many
 from dspark_jax.decoding.budget import PLAIN
 from dspark_jax.decoding.curve import Point, Prefill
+from dspark_jax.decoding.generate import Request
+from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.drafters.dspark import init_params as init_drafter
 from dspark_jax.models.config import TransformerConfig
 from dspark_jax.models.transformer import init_params as init_target
-from dspark_jax.profiling import provide
+from dspark_jax.profiling import measure, provide
 from dspark_jax.profiling.curves import MeasuredPoint, Profile, default_path, load_curve, save_curve
 from dspark_jax.profiling.measure import (
     Models,
     Rounds,
+    Taken,
     Timing,
     measure_point,
     measure_prefills,
@@ -32,6 +36,7 @@ from dspark_jax.profiling.measure import (
     span,
 )
 from dspark_jax.profiling.provide import command_for, curve_for, measure_into
+from dspark_jax.sharding import MeshShape, make_mesh, put, shardings
 from tests.decoding.tiny import SIZES, VOCAB
 
 SHORT = Timing(repeats=3, seconds=1e-4)
@@ -137,6 +142,55 @@ def test_a_point_and_prefills_have_the_right_form(models: Models) -> None:
     assert found.point.plain > 0 and len(found.spread) == len(found.point.buckets) + 1
     prefills = measure_prefills(models, (32,), SHORT)
     assert [p.tokens for p in prefills] == [32] and prefills[0].seconds > 0
+
+
+def test_a_point_is_the_median_of_timings_in_turn(models: Models, monkeypatch) -> None:
+    """With a clock of known costs: what is timed when and for how long, and what comes out."""
+    costs = {0: 0.004, 1: 0.007, PLAIN: 0.003}
+    timed: list[tuple[int, int, int]] = []
+
+    class Clock:
+        forces, buckets, most = (0, 1, PLAIN), (2, 4), 10
+
+        def __init__(self, models: Models, slots: int, context: int) -> None:
+            timed.clear()
+
+        def run(self, force: int, rounds: int, calls: int = 1) -> Taken:
+            timed.append((force, rounds, calls))
+            slow = 5.0 if timed.count((force, rounds, calls)) == 2 and calls > 1 else 1.0  # one repeat is disturbed
+            return Taken(costs[force] * rounds * calls * slow, rounds * calls, 0, ())
+
+    monkeypatch.setattr(measure, "Rounds", Clock)
+    found = measure_point(models, 2, 256, Timing(repeats=5, seconds=0.05))
+    assert found.point.drafted == pytest.approx((0.004, 0.007)) and found.point.plain == pytest.approx(0.003)
+    assert found.spread == pytest.approx((0, 0, 0), abs=1e-9) and found.repeats == 5
+    measured = timed[-15:]
+    assert [force for force, _, _ in measured] == [0, 1, PLAIN, PLAIN, 1, 0, 0, 1, PLAIN, PLAIN, 1, 0, 0, 1, PLAIN]
+    assert all(costs[force] * rounds * calls >= 0.05 and rounds == 10 for force, rounds, calls in measured)
+    measure_point(models, 2, 256, Timing(repeats=1, seconds=0.001))
+    assert timed[-3:] == [(0, 1, 1), (1, 1, 1), (PLAIN, 1, 1)]  # no more rounds than are needed
+
+
+def test_the_program_that_was_timed_is_the_one_that_decodes(models: Models) -> None:
+    """After a measurement a generator with the curve's schedule compiles no rounds of its own."""
+    Rounds(models, 2, 256).run(0, 1)
+    before = run_many._cache_size()
+    sampling = SamplingParams(1.0, max_tokens=6)
+    requests = [Request(str(i), (1, 2, 3 + i), sampling) for i in range(2)]
+    done = list(models.generator(2).generate(requests))
+    assert [len(c.token_ids) for c in done] == [6, 6] and run_many._cache_size() == before
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs devices for a mesh")
+def test_a_point_on_a_mesh(plain: Models) -> None:
+    mesh = make_mesh(MeshShape(data=2), jax.devices()[:2])
+    params = put(plain.target.params, shardings(plain.target.params, mesh))
+    spread = replace(plain, target=SimpleNamespace(config=TARGET, params=params), mesh=mesh)
+    bench = Rounds(spread, 2, 256)
+    assert bench.run(PLAIN, 3).rounds == 1  # a stop token ends it
+    assert len(bench.state.target_cache[0].keys.sharding.device_set) == 2
+    assert bench.state.target_cache[0].keys.addressable_shards[0].data.shape[0] == 1  # a request each
+    assert spread.key.mesh == (2, 1, 1) != plain.key.mesh
 
 
 def test_without_a_drafter_only_plain_rounds_are_timed(plain: Models) -> None:
