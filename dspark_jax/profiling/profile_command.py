@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,10 +18,13 @@ import tyro
 from dspark_jax.checkpoints.load import embedded_drafter_path, embedded_target_path, load_drafter, load_target
 from dspark_jax.config import auto_dtype, exit_code, log_to_stderr
 from dspark_jax.profiling import profile_report
+from dspark_jax.profiling.aot_command import target_config
 from dspark_jax.profiling.curves import Profile, default_path
+from dspark_jax.profiling.estimate import Planned, estimate_into
 from dspark_jax.profiling.measure import CONTEXTS, SLOTS, Models, Timing, prompt_lengths
 from dspark_jax.profiling.profile_plot import plot
 from dspark_jax.profiling.provide import measure_into
+from dspark_jax.profiling.topology import open_topology, parse_topology
 from dspark_jax.sharding import MeshShape, check_mesh, make_mesh
 
 logger = logging.getLogger(__name__)
@@ -49,6 +53,8 @@ class ProfileSettings:
         output: file of the curve; by default one for this machine and these models in ~/.cache/dspark_jax/profiles
             ($XDG_CACHE_HOME), where engines look for it.
         again: measure what is stored already, too.
+        topology: TPU chips that are not here, such as v5e:2x4 (needs libtpu): seconds are then the compiler's estimates
+            of its programs. For simulations: no engine takes them. data x tensor must be the number of chips.
         plot: file for a picture (PNG): rates and the draft's share against rows.
         json: file for settings, curve and report as one JSON object, in seconds.
     """
@@ -66,6 +72,7 @@ class ProfileSettings:
     seconds: float = Timing.seconds
     output: Path | None = None
     again: bool = False
+    topology: str | None = None
     plot: Path | None = None
     json: Path | None = None
 
@@ -83,6 +90,10 @@ class ProfileSettings:
             sizes = getattr(self, name)
             if not sizes or min(sizes) < 1:
                 raise ValueError(f"{name} {' '.join(map(str, sizes))}: must be numbers of at least 1")
+        if self.topology is not None:
+            parse_topology(self.topology)
+            if self.drafter == "none":
+                raise ValueError("drafter 'none': --topology estimates rounds with and without a draft, give a drafter")
         if self.longest_prompt < 0:
             raise ValueError(f"longest_prompt {self.longest_prompt}: must be at least 0 tokens")
         for name in ("output", "plot", "json"):
@@ -127,17 +138,44 @@ def load_models(settings: ProfileSettings) -> Models:
     return models
 
 
+def planned(settings: ProfileSettings) -> Planned:
+    """What --topology asks for; of the target only its config is read.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_models`; a target whose config is not known; a topology that cannot be.
+    """
+    assert settings.topology is not None  # asked for
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")  # an accelerator of this host stays free
+    target = target_config(None, settings.target)
+    dtype = jnp.dtype("bfloat16" if settings.dtype == "auto" else settings.dtype)
+    drafter: Any = load_drafter(settings.drafter or embedded_drafter_path(), dtype=dtype, target=target).config
+    drafter.check_target(target)
+    shape = MeshShape(data=settings.data, tensor=settings.tensor)
+    return Planned(target, drafter, dtype, settings.sampling, open_topology(settings.topology), shape)
+
+
+def find(settings: ProfileSettings) -> tuple[Path, Profile]:
+    """Measures, or estimates, what is not stored yet; the curve's file and its content."""
+    sizes = settings.slots, settings.contexts
+    if settings.topology is not None:
+        plan = planned(settings)
+        path = settings.output or default_path(plan.key)
+        return path, estimate_into(path, plan, *sizes, settings.again)
+    models = load_models(settings)
+    path = settings.output or default_path(models.key)
+    lengths = prompt_lengths(settings.longest_prompt, models.positions) if settings.longest_prompt else ()
+    return path, measure_into(path, models, *sizes, lengths, settings.timing, settings.again)
+
+
 def profile(settings: ProfileSettings) -> tuple[Path, Profile]:
     """Does what the settings ask, and prints the table; gives the curve's file and its content.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_models`; sizes that no program has; a file of something else.
+        FileNotFoundError, ValueError: as `load_models`, `planned`; sizes that no program has; a foreign file.
     """
     settings.check()
-    models = load_models(settings)
-    path = settings.output or default_path(models.key)
-    lengths = prompt_lengths(settings.longest_prompt, models.positions) if settings.longest_prompt else ()
-    found = measure_into(path, models, settings.slots, settings.contexts, lengths, settings.timing, settings.again)
+    path, found = find(settings)
     logger.info("%s: the curve", path)
     print(profile_report.table(found))
     if settings.plot is not None:

@@ -9,22 +9,22 @@ from pathlib import Path
 import numpy as np
 
 from dspark_jax.decoding.curve import Curve
-from dspark_jax.profiling.curves import Profile, check_key, default_path, load_curve, save_curve
+from dspark_jax.profiling.curves import CurveKey, Profile, check_key, default_path, load_curve, save_curve
 from dspark_jax.profiling.measure import CONTEXTS, Models, Timing, measure_point, measure_prefills
 
 logger = logging.getLogger(__name__)
 
 
-def stored(path: Path, models: Models) -> Profile:
-    """The profile in the file at `path`; an empty one where there is none.
+def stored(path: Path, key: CurveKey) -> Profile:
+    """The profile of this key in the file at `path`; an empty one where there is none.
 
     Raises:
         ValueError: the file is damaged, or of another machine or other models.
     """
     if not path.exists():
-        return Profile(models.key, ())
+        return Profile(key, ())
     profile = load_curve(path)
-    check_key(profile.key, models.key, path)
+    check_key(profile.key, key, path)
     return profile
 
 
@@ -50,7 +50,7 @@ def measure_into(
         ValueError: sizes that no program has; a file that is damaged, or of another machine or other models.
     """
     models.check(slots, contexts)
-    profile = stored(path, models)
+    profile = stored(path, models.key)
     there, known = {p.place for p in profile.points}, {p.tokens for p in profile.prefills}
     for r, t in dict.fromkeys((r, t) for r in slots for t in contexts if again or (r, t) not in there):
         logger.info("measuring rounds of %d slots with caches of %d tokens", r, t)
@@ -86,7 +86,7 @@ def curve_for(
         ValueError: a curve of another machine or other models, a damaged file, or one that lacks a number of slots.
     """
     path = file or default_path(models.key)
-    profile = stored(path, models)
+    profile = stored(path, models.key)
     missing = [r for r in slots if r not in profile.slot_sizes]
     if not missing:
         return profile.curve

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax  # sets TPU_LIBRARY_PATH where libtpu is installed
 import pytest
 
 from dspark_jax import cli
 from dspark_jax.decoding.curve import Point, Prefill
 from dspark_jax.profiling import measure, profile_command, profile_report, provide
+from dspark_jax.profiling.aot_report import Memory, ProgramReport, Times
 from dspark_jax.profiling.curves import CurveKey, MeasuredPoint, Profile, load_curve, save_curve
+from dspark_jax.profiling.estimate import round_seconds
 from dspark_jax.profiling.profile_plot import plot
 from tests.serving.conftest import copy_model, write_target
 
@@ -108,7 +115,7 @@ def test_each_setting_that_changes_times_has_a_file_of_its_own(places: list[str]
     assert kinds[0] == [["1", "plain"], ["1", "5.00"], ["2", "15.00"]] and kinds[3] == [["1", "plain"]]
 
 
-@pytest.mark.skipif("len(__import__('jax').devices()) < 2")
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs devices for a mesh")
 def test_a_mesh_has_a_curve_of_its_own(places: list[str], quick: Path) -> None:
     for variant in ([], ["--tensor", "2"], ["--data", "2"]):
         assert profile_command.main([*places, *FLAGS, "--slots", "2", *variant]) == 0
@@ -213,3 +220,50 @@ def test_a_picture_shows_every_kind_of_point(tmp_path: Path) -> None:
     alone = MeasuredPoint(Point(1, 256, (1,), (0.01,), 0.01), (0.0, 0.0), 9)
     plot(tmp_path / "a.png", Profile(KEY, (alone, point((0.03, 0.04, 0.06), 0.02), replace_context(512, 9))))
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- estimates for chips that are not here ---
+
+
+def test_a_machine_without_estimates_is_refused(places: list[str], quick: Path, capsys) -> None:
+    for flags, message in (
+        (["--topology", "v9z:2x2"], "topology 'v9z:2x2': unknown"),
+        (["--topology", "cpu:1"], "topology cpu:1: only TPU chips have estimates"),
+        (["--topology", "cpu:1", "--drafter", "none"], "drafter 'none': --topology estimates rounds with and without"),
+        (["--topology", "cpu:2"], "mesh data 1 x fsdp 1 x tensor 1: does not divide the 2 devices"),
+    ):
+        assert profile_command.main([*places, *FLAGS, "--slots", "2", *flags]) == 2
+        assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def report(times: Times, fits: bool = True) -> ProgramReport:
+    """Of a program, with times as given."""
+    return ProgramReport("2 rows", {}, 1, None, 10, times, Memory(1, 1, 0, 1, 1, 1) if fits else None)
+
+
+def test_seconds_are_what_takes_longest() -> None:
+    assert round_seconds(report(Times(1, 1, compiler=2.0, links=0.5, roofline=1.0))) == 2.5
+    assert round_seconds(report(Times(1, 1, compiler=2.0, links=0.5, roofline=3.0))) == 3.0
+    assert round_seconds(report(Times(1, 1, compiler=None, links=0.5, roofline=0.7))) == 0.7
+    with pytest.raises(ValueError, match="does not fit"):
+        round_seconds(report(Times(1, 1, 2.0, 0.5, 1.0), fits=False))
+    with pytest.raises(ValueError, match="speed is not known"):
+        round_seconds(report(Times(1, 1)))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_an_estimate_for_a_tpu_topology(places: list[str], tmp_path: Path) -> None:
+    """In a process of its own: libtpu stays loaded."""
+    file = tmp_path / "curve.json"
+    words = [*places, "--topology", "v5e:2x2", "--data", "2", "--tensor", "2", "--slots", "2", "--contexts", "256"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
+    argv = [sys.executable, "-m", "dspark_jax.cli", "profile", *words, "--output", str(file)]
+    done = subprocess.run(argv, env=kept, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = load_curve(file)
+    assert found.key.estimated and (found.key.platform, found.key.mesh) == ("tpu", (2, 1, 2))
+    assert found.key.dtype == "bfloat16" and found.key.devices == 4 and "v5" in found.key.device
+    (measured,) = found.points
+    assert measured.repeats == 0 and measured.point.buckets == (2, 3, 4)
+    assert 0 < measured.point.plain < min(measured.point.drafted) and max(measured.point.drafted) < 0.1
+    assert "(estimated)" in done.stdout
