@@ -11,15 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax  # sets TPU_LIBRARY_PATH where libtpu is installed
+import numpy as np
 import pytest
 
 from dspark_jax import cli
+from dspark_jax.checkpoints.drafters import write_drafter
 from dspark_jax.decoding.curve import Point, Prefill
+from dspark_jax.drafters.interface import init_params
+from dspark_jax.models.config import TransformerConfig
 from dspark_jax.profiling import measure, profile_command, profile_report, provide
 from dspark_jax.profiling.aot_report import Memory, ProgramReport, Times
 from dspark_jax.profiling.curves import CurveKey, MeasuredPoint, Profile, load_curve, save_curve
 from dspark_jax.profiling.estimate import round_seconds
 from dspark_jax.profiling.profile_plot import plot
+from dspark_jax.training.settings import DrafterSettings, drafter_config
 from tests.serving.conftest import copy_model, write_target
 
 FLAGS = ["--dtype", "float32", "--contexts", "256", "--repeats", "3", "--seconds", "0.001"]
@@ -251,13 +256,30 @@ def test_seconds_are_what_takes_longest() -> None:
         round_seconds(report(Times(1, 1)))
 
 
+def write_tiny(folder: Path) -> list[str]:
+    """The config of a target of two layers, without weights, and a drafter of one; options that name them."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes |= {"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 256, "max_position_embeddings": 256}
+    fields = {"model_type": "qwen3", "rope_theta": 1e4, "rms_norm_eps": 1e-6, "tie_word_embeddings": True} | sizes
+    (folder / "target").mkdir()
+    (folder / "target/config.json").write_text(json.dumps(fields))
+    shape = DrafterSettings(block_size=1, num_layers=1, target_layer_ids=(0,), mask_token_id=255, markov_rank=8)
+    config = drafter_config(shape, TransformerConfig.from_hf(fields))
+    shapes = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
+    write_drafter(
+        folder / "drafter", config, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes), include_embeddings=None
+    )
+    return ["--target", str(folder / "target"), "--drafter", str(folder / "drafter")]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_an_estimate_for_a_tpu_topology(places: list[str], tmp_path: Path) -> None:
+def test_an_estimate_for_a_tpu_topology(tmp_path: Path) -> None:
     """In a process of its own: libtpu stays loaded."""
     file = tmp_path / "curve.json"
-    words = [*places, "--topology", "v5e:2x2", "--data", "2", "--tensor", "2", "--slots", "2", "--contexts", "256"]
+    mesh = ["--topology", "v5e:2x2", "--data", "2", "--tensor", "2"]
+    words = [*write_tiny(tmp_path), *mesh, "--slots", "2", "--contexts", "256", "--output", str(file)]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
-    argv = [sys.executable, "-m", "dspark_jax.cli", "profile", *words, "--output", str(file)]
+    argv = [sys.executable, "-m", "dspark_jax.cli", "profile", *words]
     done = subprocess.run(argv, env=kept, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = load_curve(file)
