@@ -24,12 +24,11 @@ from dspark_jax.decoding.budget import PLAIN, make_costs
 from dspark_jax.decoding.curve import Point, Prefill
 from dspark_jax.decoding.generate import Generator
 from dspark_jax.decoding.placement import placed
-from dspark_jax.decoding.sampling import Mode, Sampling
+from dspark_jax.decoding.sampling import Mode, Sampling, raw_key
 from dspark_jax.decoding.schedule import Schedule, buckets_for
 from dspark_jax.decoding.state import DecodeState, Program, init_state
 from dspark_jax.profiling.curves import CurveKey, MeasuredPoint, key_of
 
-Array = jax.Array
 SLOTS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (256, 512)
 _SPAN = 128  # positions that a call moves on by, at most
@@ -140,7 +139,7 @@ def span(context: int, positions: int, width: int) -> tuple[int, int]:
 
 
 @partial(jax.jit, donate_argnames=("state",))
-def _put_back(state: DecodeState, start: Array) -> DecodeState:
+def _put_back(state: DecodeState, start: Any) -> DecodeState:
     """All slots active again, at position `start`, with one token generated."""
     ints = lambda value: jnp.full_like(state.start, value)  # noqa: E731
     back = state._replace(
@@ -181,9 +180,9 @@ class Rounds:
             self._state = jax.jit(self._empty)()
 
     def _empty(self) -> DecodeState:
-        keys = np.stack([np.arange(self.slots), np.full(self.slots, 1 << 31)], axis=1).astype(np.uint32)
         state = init_state(self._program, self.slots, self.context)
-        return placed(state._replace(sampling=_sampling(self.models.mode, jnp.asarray(keys))), self.slots)
+        sampling = jax.tree.map(jnp.asarray, _sampling(self.models.mode, self.slots))
+        return placed(state._replace(sampling=sampling), self.slots)
 
     @property
     def forces(self) -> tuple[int, ...]:
@@ -203,8 +202,8 @@ class Rounds:
         g, all_totals = self._generator, []
         with g.in_mesh():
             costs = make_costs(None, len(self.buckets), force)
-            start, count, never = jnp.int32(self._start), jnp.int32(rounds), jnp.bool_(False)
-            jax.block_until_ready((self._state, costs, start, count, never))
+            start, count, never = (np.asarray(x) for x in (np.int32(self._start), np.int32(rounds), False))
+            jax.block_until_ready((self._state, costs))
             began = time.perf_counter()
             for _ in range(calls):
                 state = _put_back(self._state, start)
@@ -222,11 +221,13 @@ class Rounds:
         return Taken(seconds, int(rounds), int(drafted), tuple(by_bucket.tolist()))
 
 
-def _sampling(mode: Mode, keys: Array) -> Sampling:
-    """The settings of as many requests as there are `keys [P, 2]`, for a sampling program."""
+def _sampling(mode: Mode, requests: int) -> Any:
+    """The settings of `requests` requests without seeds of their own, for a sampling program; host arrays."""
     temperature, top_p, top_k = _SAMPLING[mode]
-    floats = lambda value: jnp.full((keys.shape[0],), value, jnp.float32)  # noqa: E731
-    return Sampling(floats(temperature), floats(top_p), jnp.full(keys.shape[0], top_k, jnp.int32), floats(0), keys)
+    floats = lambda value: np.full(requests, value, np.float32)  # noqa: E731
+    keys = np.asarray([raw_key(number, own=False) for number in range(requests)], np.uint32)
+    arrays: Any = floats(temperature), floats(top_p), np.full(requests, top_k, np.int32), floats(0), keys
+    return Sampling(*arrays)
 
 
 def measure_point(models: Models, slots: int, context: int, timing: Timing | None = None) -> MeasuredPoint:
@@ -303,10 +304,9 @@ def _prefill_case(models: Models, generator: Generator, length: int) -> Callable
     """Takes a number of calls, and gives the seconds that they took."""
     program = generator.program(models.mode)
     ids = np.arange(length, dtype=np.int32)[None] % models.target.config.num_tokens
-    ints = lambda value: jnp.full((1,), value, jnp.int32)  # noqa: E731
-    tokens = min(length, models.positions - 1)
-    sampling = _sampling(models.mode, jnp.zeros((1, 2), jnp.uint32))
-    new = NewRequests(jnp.asarray(ids), ints(tokens), ints(0), ints(2), sampling)
+    ints = lambda value: np.full((1,), value, np.int32)  # noqa: E731
+    arrays: Any = ids, ints(min(length, models.positions - 1)), ints(0), ints(2)
+    new = NewRequests(*arrays, _sampling(models.mode, 1))
 
     def run(calls: int) -> float:
         with generator.in_mesh():
