@@ -14,6 +14,7 @@ COMMANDS = {
     "calibrate": ("dspark_jax.calibration.command", "make the confidences of a drafter true: fit temperatures"),
     "convert": ("dspark_jax.checkpoints.convert", "convert a drafter to another project's format"),
     "aot": ("dspark_jax.profiling.aot_command", "compile a config for a TPU topology, without a TPU"),
+    "profile": ("dspark_jax.profiling.profile_command", "measure the throughput curve that the scheduler reads"),
     "doctor": ("dspark_jax.serving.doctor", "check that a target and a drafter belong together"),
 }
 
