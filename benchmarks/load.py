@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-
 from common import report, table
+
 from dspark_jax.checkpoints.load import embedded_drafter_path, embedded_target_path, load_drafter, load_target
 from dspark_jax.config import auto_dtype
 from dspark_jax.data.prompts import iter_prompts
