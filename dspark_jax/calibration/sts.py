@@ -6,8 +6,8 @@ position the order of requests stays as it was.
 
 A temperature leaves sigmoid(0) = 1/2 where it is, so a head whose confidences are all too high stays wrong. The variant
 with biases, sigmoid(z_k/T_k + b_k), can shift them and keeps the order too. It is searched in the same way, but for the
-least Brier score: a constant at the mean rate has no calibration error either, and a large T with a bias comes close to
-it; a proper score is least where the probabilities are true.
+least log loss: a constant at the mean rate has no calibration error either, and a large T with a bias is nearly that. A
+proper score is least where the probabilities are true.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import product
 
 import numpy as np
 
-from dspark_jax.calibration.metrics import BINS, asked, brier, ece
+from dspark_jax.calibration.metrics import BINS, asked, ece, log_loss
 
 _TINY = 1e-7  # confidences are kept this far from 0 and 1: float32 has no more digits there
 _SAME = 1e-12  # errors that differ by less are equal
@@ -165,10 +165,10 @@ def _search_temperature(
 
 
 def _search_pair(z: np.ndarray, before: np.ndarray, outcome: np.ndarray, settings: STSSettings) -> tuple[float, float]:
-    """The (T, b) with the least Brier score of `before * sigmoid(z / T + b)` against `outcome`."""
+    """The (T, b) with the least log loss of `before * sigmoid(z / T + b)` against `outcome`."""
 
     def error(log_t: float, b: float) -> float:
-        return brier(before * _sigmoid(z / np.exp(log_t) + b), outcome)
+        return log_loss(before * _sigmoid(z / np.exp(log_t) + b), outcome)
 
     ranges = [_temperature_range(settings), (-settings.bias, settings.bias)]
     log_t, b = _least(error, ranges, settings.pair_points, settings.refinements)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark_jax.calibration.metrics import asked, brier, ece, mean_ece, position_metrics, survival
+from dspark_jax.calibration.metrics import asked, ece, log_loss, mean_ece, position_metrics, survival
 from dspark_jax.calibration.sts import STSSettings, fit_temperatures, fit_with_biases, logits, scaled
 
 
@@ -72,7 +72,7 @@ SHIFTED = {"distortion": (1.8, 1.0, 0.6, 2.0), "shift": (-0.8, 0.0, 0.5, -0.4)}
 def test_temperatures_and_biases_that_were_put_in_are_found():
     """Those of every position; temperatures alone leave most of the error, the biases leave chance."""
     confidence, accepted, verified = rounds(20_000, **SHIFTED)
-    fit = fit_with_biases(confidence, accepted, verified)
+    fit = fit_with_biases(confidence, accepted, verified, STSSettings(pair_points=13))
     assert fit.temperatures == pytest.approx(SHIFTED["distortion"], rel=0.2) and all(fit.fitted)
     assert fit.biases == pytest.approx(SHIFTED["shift"], abs=0.15)
     plain = fit_temperatures(confidence, accepted, verified)
@@ -120,7 +120,7 @@ def test_each_pair_is_the_best_with_the_earlier_ones_held():
 
         def error(pair: tuple[float, float], k: int = k, rows: np.ndarray = rows) -> float:
             t, b = ((*values[:k], new) for values, new in zip((fit.temperatures, fit.biases), pair, strict=True))
-            return brier(survival(scaled(confidence[rows, : k + 1], t, b))[:, k], accepted[rows] > k)
+            return log_loss(survival(scaled(confidence[rows, : k + 1], t, b))[:, k], accepted[rows] > k)
 
         assert error(found) == pytest.approx(min(map(error, pairs)), abs=1e-12)
 
