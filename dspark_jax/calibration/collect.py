@@ -1,6 +1,6 @@
 """What the confidences said and what was accepted, round by round, from real decoding with whole blocks verified.
 
-Recorded are the confidence head's own probabilities, before any temperature, and acceptance by the lossless rule,
+Recorded are the confidence head's own probabilities, before any calibration, and acceptance by the lossless rule,
 before stop tokens and limits cut the round. Rounds after a request's end do not count. The file is an `.npz`, which a
 simulator of serving can replay.
 """
@@ -37,7 +37,7 @@ class Records:
     """n rounds of Q requests, those of a request one after another.
 
     Attributes:
-        confidence: float32 `[n, K]`, sigmoid of the confidence head's logits (no temperatures).
+        confidence: float32 `[n, K]`, sigmoid of the confidence head's logits (not calibrated).
         accepted: int8 `[n]`, leading draft tokens that the target accepted, whether or not a stop token or the limit
             came before. verified: int8 `[n]`, draft tokens that it looked at: K, or less near a limit.
         request: int32 `[n]`, number of the request, 0..Q-1. round: int32 `[n]`, number of the round within it, from 0.
@@ -223,7 +223,7 @@ def collect(
     """Decodes `requests` with the whole block verified in every round, and records the rounds.
 
     Args:
-        target, drafter, stop_ids: as `Generator`'s; temperatures that the drafter has already are not applied.
+        target, drafter, stop_ids: as `Generator`'s; a calibration that the drafter has already is not applied.
         domains: what kind of prompt each request is. held_out: whether nothing is to be fitted on it.
         batch_size: R, requests decoded together. seed: of requests that bring none.
         about: kept with the records. progress: called as requests end.
@@ -231,7 +231,7 @@ def collect(
     Raises:
         ValueError: no confidence head, requests that cannot run, ids that come twice, or lists of other lengths.
     """
-    config = replace(check_drafter(drafter.config), confidence_temperatures=())
+    config = replace(check_drafter(drafter.config), confidence_temperatures=(), confidence_biases=())
     ids = tuple(request.id for request in requests)
     if len(set(ids)) < len(ids) or not len(ids) == len(domains) == len(held_out):
         raise ValueError(

@@ -1,6 +1,7 @@
 """`dspark calibrate`: sequential temperature scaling of a drafter's confidences, from real decoding.
 
-Prompts are answered with whole blocks verified; temperatures are fitted on one part of them and judged on the other.
+Prompts are answered with whole blocks verified; temperatures, with --biases a bias beside each, are fitted on one part
+of them and judged on the other.
 Nothing is written to a drafter unless --write or --output asks for it.
 """
 
@@ -30,7 +31,7 @@ from dspark_jax.calibration.collect import (
     save_records,
 )
 from dspark_jax.calibration.metrics import BINS
-from dspark_jax.calibration.sts import STSFit, STSSettings, fit_temperatures
+from dspark_jax.calibration.sts import STSFit, STSSettings, fit_temperatures, fit_with_biases
 from dspark_jax.checkpoints import deepspec, drafters
 from dspark_jax.checkpoints.convert import exact_storage
 from dspark_jax.checkpoints.load import (
@@ -75,12 +76,14 @@ class CalibrateSettings:
         seed: of the run; each prompt draws from (seed, its id).
         dtype: of the weights; auto is bfloat16 where the device multiplies it fast, else float32.
         bins: equal-width bins of the calibration error.
+        biases: fit a bias per position beside the temperature, c = sigmoid(z / T + b). It helps where a position's
+            confidences are all too high or all too low, which no temperature can shift; off, as in the paper.
         records_in: files of rounds of earlier runs (--records-out), to use in place of prompts.
         records_out: .npz file for the rounds, which can be used again.
-        write: set the temperatures in the drafter's own config.json.
-        output: folder for a copy of the drafter with the temperatures; an older drafter in it is replaced.
+        write: set the temperatures (and biases) in the drafter's own config.json.
+        output: folder for a copy of the drafter with them; an older drafter in it is replaced.
         plots: folder for reliability diagrams (PNG).
-        json: file for settings, temperatures and metrics, as one JSON object.
+        json: file for settings, temperatures, biases and metrics, as one JSON object.
     """
 
     prompts: tuple[str, ...] = ()
@@ -96,6 +99,7 @@ class CalibrateSettings:
     seed: int = 0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     bins: int = BINS
+    biases: bool = False
     records_in: tuple[Path, ...] = ()
     records_out: Path | None = None
     write: bool = False
@@ -130,11 +134,11 @@ class CalibrateSettings:
                 raise FileNotFoundError(f"{name} {path}: the folder {path.parent} does not exist, make it first")
 
 
-# --- where the temperatures go ---
+# --- where the calibration goes ---
 
 
 def check_places(settings: CalibrateSettings, drafter: Drafter, config: DrafterConfig) -> None:
-    """Refuses, before anything runs, places where the temperatures cannot be written.
+    """Refuses, before anything runs, places where the calibration cannot be written.
 
     Raises:
         ValueError: --write for a drafter that is not the user's own folder of this format; an --output that holds other
@@ -159,15 +163,15 @@ def check_places(settings: CalibrateSettings, drafter: Drafter, config: DrafterC
 
 
 def store(settings: CalibrateSettings, drafter: Drafter, config: DrafterConfig) -> list[str]:
-    """Writes the temperatures of `config` where the settings ask; the folders that have them now."""
-    temperatures = config.confidence_temperatures
+    """Writes the calibration of `config` where the settings ask; the folders that have it now."""
+    temperatures, biases = config.confidence_temperatures, config.confidence_biases
     written = []
     if settings.write:
-        deepspec.write_temperatures(drafter.path, temperatures)
+        deepspec.write_calibration(drafter.path, temperatures, biases)
         written.append(str(drafter.path))
     if settings.output is not None:
         if drafters.format_of(read_json(drafter.path / deepspec.CONFIG_FILE)) == "deepspec":
-            deepspec.copy_with_temperatures(drafter.path, settings.output, temperatures)
+            deepspec.copy_with_calibration(drafter.path, settings.output, temperatures, biases)
         else:
             params = load_drafter(drafter.path, dtype=jnp.float32).params
             storage = exact_storage(params, "bfloat16")
@@ -293,30 +297,38 @@ def calibrate(settings: CalibrateSettings) -> dict[str, Any]:
 
 def finish(settings: CalibrateSettings, drafter: Drafter, config: DrafterConfig, records: Records) -> dict[str, Any]:
     """Fits, reports and writes; result as `calibrate`'s."""
-    fit = fit_or_refuse(records.split(held_out=False), STSSettings(bins=settings.bins))
+    fits = fit_or_refuse(records.split(held_out=False), STSSettings(bins=settings.bins), settings.biases)
+    fit = fits["after"]
     splits = {"fit": records.split(held_out=False), "held_out": records.split(held_out=True)}
     reports = {}
     for name, part in splits.items():
         if not len(part.accepted):
             continue
-        reports[name] = report.split_report(_NAMES[name], part, fit.temperatures, settings.bins)
-        print(report.table(reports[name], fit.temperatures) + "\n")
+        reports[name] = report.split_report(_NAMES[name], part, fits, settings.bins)
+        print(report.table(reports[name], fit) + "\n")
         if settings.plots is not None:
             settings.plots.mkdir(parents=True, exist_ok=True)
-            title = f"Confidences before and after temperature scaling, {_NAMES[name]}"
-            report.plot(settings.plots / f"{name}.png", part, fit.temperatures, title, settings.bins)
-    written = store(settings, drafter, replace(config, confidence_temperatures=fit.temperatures))
+            scaling = "temperature scaling with biases" if fit.biases else "temperature scaling"
+            title = f"Confidences before and after {scaling}, {_NAMES[name]}"
+            report.plot(settings.plots / f"{name}.png", part, fits, title, settings.bins)
+    calibrated = replace(config, confidence_temperatures=fit.temperatures, confidence_biases=fit.biases)
+    written = store(settings, drafter, calibrated)
     for folder in written:
-        logger.info("%s: temperatures written", folder)
+        logger.info("%s: calibration written", folder)
     print("temperatures " + " ".join(f"{t:.4f}" for t in fit.temperatures))
+    if fit.biases:
+        print("biases " + " ".join(f"{b:.4f}" for b in fit.biases))
     return {
         "settings": {name: _plain(value) for name, value in asdict(settings).items()},
         "drafter": str(drafter.path),
         "records": records.about,
         "temperatures": list(fit.temperatures),
+        "biases": list(fit.biases),
+        "temperatures_alone": list(fits.get("temperatures", fit).temperatures),
         "fitted": list(fit.fitted),
         "survivors": list(fit.counts),
         "earlier_temperatures": list(config.confidence_temperatures),
+        "earlier_biases": list(config.confidence_biases),
         "written": written,
         "splits": {name: report.as_json(entry) for name, entry in reports.items()},
     }
@@ -329,8 +341,11 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def fit_or_refuse(records: Records, settings: STSSettings) -> STSFit:
-    """`fit_temperatures` of rounds that suffice for the first position at least; later ones are warned about.
+def fit_or_refuse(records: Records, settings: STSSettings, biases: bool) -> dict[str, STSFit]:
+    """Fits of rounds that suffice for the first position at least; later positions are warned about.
+
+    Args:
+        biases: whether the fit `after` has them; plain temperature scaling is then the one before it, `temperatures`.
 
     Raises:
         ValueError: too few rounds.
@@ -343,8 +358,11 @@ def fit_or_refuse(records: Records, settings: STSSettings) -> STSFit:
             "a larger --max-tokens"
         )
     for k in np.flatnonzero(~np.asarray(fit.fitted)):
-        logger.warning("position %d: too few rounds reach it (%d), it has its predecessor's T", k + 1, fit.counts[k])
-    return fit
+        logger.warning("position %d: too few rounds reach it (%d), it is scaled as k - 1", k + 1, fit.counts[k])
+    if not biases:
+        return {"after": fit}
+    with_biases = fit_with_biases(records.confidence, records.accepted, records.verified, settings)
+    return {"temperatures": fit, "after": with_biases}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""How true probabilities are: expected calibration error, AUROC, Brier score and reliability bins, in plain numpy.
+"""How true probabilities are: calibration error, AUROC, Brier score, log loss and reliability bins, in plain numpy.
 
 Two readings of a drafter's confidences c_1..c_K (section 3): the conditional c_k, asked of rounds whose first k - 1
 draft tokens were accepted, and the cumulative a_k = c_1 ... c_k, asked of every round. The scheduler ranks by a_k.
@@ -14,6 +14,7 @@ import numpy as np
 Binning = Literal["width", "mass"]
 Reading = Literal["cumulative", "conditional"]
 BINS = 15
+_TINY = 1e-7  # log-likelihoods stay finite
 
 
 class Bins(NamedTuple):
@@ -137,6 +138,19 @@ def brier(probability: np.ndarray, outcome: np.ndarray) -> float:
     """
     p, y = _checked(probability, outcome)
     return float(np.mean((p - y) ** 2)) if p.size else float("nan")
+
+
+def log_loss(probability: np.ndarray, outcome: np.ndarray) -> float:
+    """Mean negative log-likelihood, in nats, of probabilities kept 1e-7 from 0 and 1; NaN without samples.
+
+    Raises:
+        ValueError: as `reliability`.
+    """
+    p, y = _checked(probability, outcome)
+    if not p.size:
+        return float("nan")
+    of_what_came = np.clip(np.where(y == 1, p, 1 - p), _TINY, 1 - _TINY)
+    return float(-np.mean(np.log(of_what_came)))
 
 
 def auroc(score: np.ndarray, outcome: np.ndarray) -> float:

@@ -1,9 +1,12 @@
-"""Before and after: tables, one JSON object, and reliability diagrams of a drafter's confidences."""
+"""Before and after: tables, one JSON object, and reliability diagrams of a drafter's confidences.
+
+Stages have names: `before`, `temperatures` (plain STS, where biases are fitted too) and `after`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,10 @@ from dspark_jax.calibration.metrics import (
     reliability,
     survival,
 )
-from dspark_jax.calibration.sts import scaled
+from dspark_jax.calibration.sts import STSFit, scaled
 
 READINGS: tuple[Reading, ...] = ("cumulative", "conditional")
-STAGES = ("before", "after")
+COLOURS = {"before": "tab:orange", "temperatures": "tab:green", "after": "tab:blue"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class SplitReport:
 
     Attributes:
         name: which set. requests, rounds: how many. accepted: mean accepted draft tokens of a round.
-        metrics: by stage (before and after the temperatures) and reading, one entry a position.
+        metrics: by stage and reading, one entry a position. Stages are `before` and one for each fit, the last of which
+            is `after`.
         domains: by domain: rounds, and the mean cumulative calibration error and its floor by stage.
     """
 
@@ -49,24 +53,24 @@ class SplitReport:
         return mean_ece(self.metrics[stage][reading])
 
 
-def stages(records: Records, temperatures: Sequence[float]) -> dict[str, np.ndarray]:
-    """Confidences `[n, K]` as the head gave them, and divided by `temperatures`."""
+def stages(records: Records, fits: Mapping[str, STSFit]) -> dict[str, np.ndarray]:
+    """Confidences `[n, K]` as the head gave them (`before`), and as each of `fits` makes them."""
     before = np.asarray(records.confidence, np.float64)
-    return {"before": before, "after": scaled(before, tuple(temperatures))}
+    return {"before": before} | {name: scaled(before, fit.temperatures, fit.biases) for name, fit in fits.items()}
 
 
-def split_report(name: str, records: Records, temperatures: Sequence[float], bins: int = BINS) -> SplitReport:
+def split_report(name: str, records: Records, fits: Mapping[str, STSFit], bins: int = BINS) -> SplitReport:
     """Metrics of all rounds of `records`.
 
     Args:
-        temperatures: T_1..T_K. bins: of the calibration error.
+        fits: by the name of their stage, in the order of the tables. bins: of the calibration error.
 
     Raises:
-        ValueError: not K temperatures.
+        ValueError: fits of another block size.
     """
     metrics: dict[str, dict[str, list[PositionMetrics]]] = {}
     domains: dict[str, dict[str, Any]] = {}
-    for stage, confidence in stages(records, temperatures).items():
+    for stage, confidence in stages(records, fits).items():
         metrics[stage] = {
             reading: position_metrics(confidence, records.accepted, records.verified, reading, bins)
             for reading in READINGS
@@ -83,43 +87,52 @@ def split_report(name: str, records: Records, temperatures: Sequence[float], bin
     return SplitReport(name, len(np.unique(records.request)), rounds, accepted, metrics, domains)
 
 
-def _cells(before: PositionMetrics, after: PositionMetrics, temperature: float) -> list[str]:
-    def percent(*values: float) -> str:
-        return " > ".join(f"{100 * value:.2f}" for value in values)
+def _cells(position: list[PositionMetrics], fit: STSFit) -> list[str]:
+    """A line of the table: `position` holds one block position's metrics, stage by stage."""
 
+    def each(name: str, scale: float, digits: int) -> str:
+        return " > ".join(f"{scale * getattr(metrics, name):.{digits}f}" for metrics in position)
+
+    first, last = position[0], position[-1]
+    k = first.position - 1
     return [
-        str(before.position),
-        str(before.count),
-        f"{100 * before.base_rate:.1f}",
-        f"{temperature:.3f}",
-        percent(before.ece, after.ece),
-        percent(before.ece_mass, after.ece_mass),
-        f"{100 * after.floor:.2f}",
-        f"{before.auroc:.3f} > {after.auroc:.3f}",
-        f"{before.brier:.4f} > {after.brier:.4f}",
+        str(first.position),
+        str(first.count),
+        f"{100 * first.base_rate:.1f}",
+        f"{fit.temperatures[k]:.3f}",
+        *([f"{fit.biases[k]:.3f}"] if fit.biases else []),
+        each("ece", 100, 2),
+        each("ece_mass", 100, 2),
+        f"{100 * last.floor:.2f}",
+        each("auroc", 1, 3),
+        each("brier", 1, 4),
     ]
 
 
-_HEADS = ["k", "rounds", "rate %", "T", "ECE %", "equal mass", "floor", "AUROC", "Brier"]
+def table(report: SplitReport, fit: STSFit) -> str:
+    """Text of a split: a line per position and reading, stage > stage. Shares in per cent.
 
-
-def table(report: SplitReport, temperatures: Sequence[float]) -> str:
-    """Text of a split: a line per position and reading, before > after. Shares in per cent."""
+    Args:
+        fit: the last stage's, whose temperatures and biases stand in the lines.
+    """
+    order = " > ".join(report.metrics)
     lines = [
         f"{report.name}: {report.requests} requests, {report.rounds} rounds, {report.accepted:.3f} drafts accepted in "
         "a round"
     ]
+    heads = ["k", "rounds", "rate %", "T", *(["b"] if fit.biases else [])]
+    heads += ["ECE %", "equal mass", "floor", "AUROC", "Brier"]
     for reading in READINGS:
-        before, after = (report.metrics[stage][reading] for stage in STAGES)
-        rows = [_HEADS, *(_cells(*pair) for pair in zip(before, after, temperatures, strict=True))]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADS))]
-        lines += ["", f"  {reading}"]
+        columns = (stage[reading] for stage in report.metrics.values())
+        rows = [heads, *(_cells(list(position), fit) for position in zip(*columns, strict=True))]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
+        lines += ["", f"  {reading}, {order}"]
         lines += ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        means = " > ".join(f"{100 * report.mean_ece(stage, reading):.2f}" for stage in STAGES)
+        means = " > ".join(f"{100 * report.mean_ece(stage, reading):.2f}" for stage in report.metrics)
         lines.append(f"  mean ECE over positions {means} %")
-    lines += ["", "  domain: mean cumulative ECE (its floor), before > after, %"]
+    lines += ["", f"  domain: mean cumulative ECE (its floor), {order}, %"]
     for domain, entry in report.domains.items():
-        values = " > ".join(f"{100 * entry[s]['ece']:.2f} ({100 * entry[s]['floor']:.2f})" for s in STAGES)
+        values = " > ".join(f"{100 * entry[s]['ece']:.2f} ({100 * entry[s]['floor']:.2f})" for s in report.metrics)
         lines.append(f"  {domain}: {values}, {entry['rounds']} rounds")
     return "\n".join(lines)
 
@@ -127,7 +140,7 @@ def table(report: SplitReport, temperatures: Sequence[float]) -> str:
 def as_json(report: SplitReport) -> dict[str, Any]:
     """The report as JSON values; what could not be measured is null."""
     plain = asdict(report)
-    plain["mean_ece"] = {r: {stage: report.mean_ece(stage, r) for stage in STAGES} for r in READINGS}
+    plain["mean_ece"] = {r: {stage: report.mean_ece(stage, r) for stage in report.metrics} for r in READINGS}
     return _without_nan(plain)
 
 
@@ -139,8 +152,8 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def plot(path: Path, records: Records, temperatures: Sequence[float], title: str, bins: int = BINS) -> None:
-    """Reliability diagrams as a PNG: a panel per position, cumulative above and conditional below, before and after.
+def plot(path: Path, records: Records, fits: Mapping[str, STSFit], title: str, bins: int = BINS) -> None:
+    """Reliability diagrams as a PNG: a panel per position, cumulative above and conditional below, a curve per stage.
 
     A point is a bin; its area grows with the share of rounds in it.
     """
@@ -151,7 +164,7 @@ def plot(path: Path, records: Records, temperatures: Sequence[float], title: str
     figure = Figure(figsize=(2.3 * block + 0.6, 5.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(READINGS), block, sharex=True, sharey=True, squeeze=False)
-    for stage, confidence in stages(records, temperatures).items():
+    for stage, confidence in stages(records, fits).items():
         for row, reading in enumerate(READINGS):
             values = survival(confidence) if reading == "cumulative" else confidence
             for k in range(1, block + 1):
@@ -169,7 +182,7 @@ def plot(path: Path, records: Records, temperatures: Sequence[float], title: str
 
 
 def _panel(axis: Any, stage: str, probability: np.ndarray, rate: np.ndarray, count: np.ndarray) -> None:
-    colour = {"before": "tab:orange", "after": "tab:blue"}[stage]
+    colour = COLOURS[stage]
     full = count > 0
     if stage == "before":
         axis.plot([0, 1], [0, 1], color="0.7", linewidth=0.8)

@@ -29,7 +29,7 @@ from safetensors.numpy import save_file
 from dspark_jax.checkpoints.fields import layer_ids, whole
 from dspark_jax.checkpoints.store import SINGLE_FILE, TensorStore, read_json
 from dspark_jax.checkpoints.tensors import Shape, check_tensors, layer_shapes, layer_tensors, read_layer, to_device
-from dspark_jax.drafters.config import DrafterConfig, check_temperatures, layer_fields
+from dspark_jax.drafters.config import CALIBRATION, DrafterConfig, check_calibration, layer_fields
 from dspark_jax.drafters.recurrent import RecurrentConfig
 from dspark_jax.models.config import RopeConfig, TransformerConfig
 from dspark_jax.models.families import FAMILIES, MODEL_TYPES
@@ -55,7 +55,6 @@ _STORAGE = {
 }
 _STORED_AS = {"d2t": np.dtype(np.int64), "t2d": np.dtype(np.bool_)}  # the vocabulary map, whatever the others' dtype
 CONFIG_FILE = "config.json"
-TEMPERATURES = "confidence_temperatures"  # this project's own field of config.json, of inference only
 
 # Parameter names of the sequential heads, and their tensors.
 _MARKOV_TENSORS = {
@@ -216,17 +215,18 @@ def _parse_config(
         shares_embeddings="embed_tokens.weight" not in shapes,
         num_target_layers=whole(raw, "num_target_layers"),
         anchor_predicts=anchor_predicts,
-        confidence_temperatures=_temperatures(raw),
+        confidence_temperatures=_numbers(raw, "confidence_temperatures"),
+        confidence_biases=_numbers(raw, "confidence_biases"),
     )
 
 
-def _temperatures(raw: Mapping[str, Any]) -> tuple[float, ...]:
-    """The temperatures of the confidence head; an empty list, null or no field at all where it is not calibrated."""
-    value = raw.get(TEMPERATURES)
+def _numbers(raw: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    """A field of the confidence head's calibration; an empty list, null or no field at all where there is none."""
+    value = raw.get(name)
     if value is None:
         return ()
     if not isinstance(value, list) or any(isinstance(t, bool) or not isinstance(t, int | float) for t in value):
-        raise ValueError(f"config field {TEMPERATURES} {value!r}: must be a list of numbers")
+        raise ValueError(f"config field {name} {value!r}: must be a list of numbers")
     return tuple(map(float, value))
 
 
@@ -356,20 +356,22 @@ def write_folder(
         (fresh / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def write_temperatures(folder: str | Path, temperatures: Sequence[float]) -> None:
-    """Sets the temperatures of the confidence head in a drafter's `config.json`; a reader sees the old or the new file.
+def write_calibration(folder: str | Path, temperatures: Sequence[float], biases: Sequence[float] = ()) -> None:
+    """Sets the calibration of the confidence head in a drafter's `config.json`; a reader sees the old or the new file.
+
+    Fields of an earlier calibration are replaced, or taken out where there is nothing to put in their place.
 
     Raises:
         FileNotFoundError: no `config.json`.
-        ValueError: not this format, or temperatures that do not fit the drafter.
+        ValueError: not this format, or temperatures or biases that do not fit the drafter.
     """
     file = Path(folder) / CONFIG_FILE
     raw = read_json(file)
     with naming(file):
         _family(raw)
-        check_temperatures(temperatures, whole(raw, "block_size"), raw.get("enable_confidence_head") is True)
-    raw[TEMPERATURES] = list(temperatures)
-    text = json.dumps(raw, indent=2, sort_keys=True)
+        check_calibration(temperatures, biases, whole(raw, "block_size"), raw.get("enable_confidence_head") is True)
+    others = {name: value for name, value in raw.items() if name not in CALIBRATION}
+    text = json.dumps(others | _calibration_fields(temperatures, biases), indent=2, sort_keys=True)
     with tempfile.TemporaryDirectory(prefix=f".{CONFIG_FILE}-", dir=folder) as work:
         fresh = Path(work) / CONFIG_FILE
         fresh.write_text(text + "\n", encoding="utf-8")
@@ -377,16 +379,24 @@ def write_temperatures(folder: str | Path, temperatures: Sequence[float]) -> Non
         fresh.replace(file)
 
 
-def copy_with_temperatures(source: str | Path, folder: str | Path, temperatures: Sequence[float]) -> None:
-    """Copies a drafter of this format, all or nothing, and sets its temperatures.
+def _calibration_fields(temperatures: Sequence[float], biases: Sequence[float]) -> dict[str, list[float]]:
+    """This project's own fields of `config.json`, of inference only; those that are not empty."""
+    values = zip(CALIBRATION, (temperatures, biases), strict=True)
+    return {name: list(numbers) for name, numbers in values if numbers}
+
+
+def copy_with_calibration(
+    source: str | Path, folder: str | Path, temperatures: Sequence[float], biases: Sequence[float] = ()
+) -> None:
+    """Copies a drafter of this format, all or nothing, and sets its calibration.
 
     Raises:
-        FileNotFoundError, ValueError: as `write_temperatures`, or a `folder` that holds other files.
+        FileNotFoundError, ValueError: as `write_calibration`, or a `folder` that holds other files.
     """
     with _replacing(Path(folder)) as fresh:
         for file in (Path(source) / CONFIG_FILE, *sorted(Path(source).glob("*.safetensors*"))):
             shutil.copy(file, fresh / file.name)
-        write_temperatures(fresh, temperatures)
+        write_calibration(fresh, temperatures, biases)
 
 
 def config_fields(config: DrafterConfig) -> dict[str, Any]:
@@ -417,8 +427,7 @@ def config_fields(config: DrafterConfig) -> dict[str, Any]:
         fields["markov_head_type"] = config.markov_kind
     if config.confidence:
         fields["confidence_head_with_markov"] = config.confidence_with_markov
-    if config.confidence_temperatures:
-        fields[TEMPERATURES] = list(config.confidence_temperatures)
+    fields |= _calibration_fields(config.confidence_temperatures, config.confidence_biases)
     if config.trims_vocabulary:
         fields["draft_vocab_size"] = config.draft_vocab_size
     if not FAMILIES[config.family].qk_norm:

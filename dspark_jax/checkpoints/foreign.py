@@ -17,7 +17,7 @@ import numpy as np
 from dspark_jax.checkpoints.fields import whole
 from dspark_jax.checkpoints.store import TensorStore
 from dspark_jax.checkpoints.tensors import Shape
-from dspark_jax.drafters.config import DrafterConfig
+from dspark_jax.drafters.config import CALIBRATION, DrafterConfig
 from dspark_jax.models.config import TransformerConfig
 
 logger = logging.getLogger(__name__)
@@ -175,8 +175,9 @@ def check_block(config: Any, who: str) -> DrafterConfig:
     for name, neutral in (("shared_kv", False), ("attention_scale", None), ("final_softcap", 0.0)):
         if getattr(config, name) != neutral:
             raise ValueError(f"{name} {getattr(config, name)!r}: {who} has no field for it, must be {neutral!r}")
-    if config.confidence_temperatures:  # they refine the confidences only, so the drafter is whole without them
-        logger.warning("confidence_temperatures: %s has no field for them, they are left out", who)
+    for name in CALIBRATION:  # they refine the confidences only, so the drafter is whole without them
+        if getattr(config, name):
+            logger.warning("%s: %s has no field for them, they are left out", name, who)
     return config
 
 

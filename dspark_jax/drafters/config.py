@@ -15,6 +15,7 @@ _LAYER_FIELDS = (
     "qk_norm", "max_positions", "family", "shared_kv", "attention_scale", "final_softcap",
 )  # fmt: skip
 HEAD_KINDS = ("none", "vanilla", "gated", "rnn")
+CALIBRATION = ("confidence_temperatures", "confidence_biases")  # fields of inference only: no weight depends on them
 
 
 class DraftLayers:
@@ -93,6 +94,7 @@ class DrafterConfig(DraftLayers):
         max_positions: positions that the drafter was built for, in tokens.
         confidence_temperatures: T_1..T_K that divide the confidence head's logits (sequential temperature scaling,
             `dspark calibrate`); empty: not calibrated, all 1.
+        confidence_biases: b_1..b_K, added to the logits after that (`dspark calibrate --biases`); empty: all 0.
         hidden_size .. rope, shared_kv .. final_softcap: as in `TransformerConfig`; every layer of a drafter attends to
             the whole context, so it has the form of the target's full layers.
     """
@@ -124,6 +126,7 @@ class DrafterConfig(DraftLayers):
     final_softcap: float = 0.0
     anchor_predicts: bool = True
     confidence_temperatures: tuple[float, ...] = ()
+    confidence_biases: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -160,8 +163,7 @@ class DrafterConfig(DraftLayers):
             raise ValueError(
                 "confidence_head_with_markov true with markov_rank 0: there are no Markov features to read"
             )
-        if self.confidence_temperatures:
-            check_temperatures(self.confidence_temperatures, self.block_size, self.confidence)
+        check_calibration(self.confidence_temperatures, self.confidence_biases, self.block_size, self.confidence)
 
     @property
     def block_slots(self) -> int:
@@ -174,19 +176,25 @@ def layer_fields(sizes: TransformerConfig) -> dict[str, Any]:
     return {name: getattr(sizes, name) for name in _LAYER_FIELDS}
 
 
-def check_temperatures(temperatures: Sequence[float], block_size: int, confidence: bool) -> None:
-    """Checks temperatures of the confidence head, one for each of `block_size` positions.
+def check_calibration(
+    temperatures: Sequence[float], biases: Sequence[float], block_size: int, confidence: bool
+) -> None:
+    """Checks temperatures and biases of the confidence head: of each one a position of `block_size`, or none.
 
     Raises:
-        ValueError: another number of them, one that is not positive and finite, or no `confidence` head.
+        ValueError: another number of them, a temperature that is not positive and finite, a bias that is not finite
+            (both within float32), or no `confidence` head.
     """
-    name = f"confidence_temperatures {list(temperatures)}"
-    if not confidence:
-        raise ValueError(f"{name}: there is no confidence head (enable_confidence_head) that they could divide")
-    if len(temperatures) != block_size:
-        raise ValueError(f"{name}: must be one for each of block_size {block_size} positions, or none")
+    for field, values in zip(CALIBRATION, (temperatures, biases), strict=True):
+        name = f"{field} {list(values)}"
+        if values and not confidence:
+            raise ValueError(f"{name}: there is no confidence head (enable_confidence_head) that they could scale")
+        if values and len(values) != block_size:
+            raise ValueError(f"{name}: must be one for each of block_size {block_size} positions, or none")
     if not all(math.isfinite(t) and 1e-30 < t < 1e30 for t in temperatures):
-        raise ValueError(f"{name}: must be positive, finite numbers")
+        raise ValueError(f"{CALIBRATION[0]} {list(temperatures)}: must be positive, finite numbers")
+    if not all(math.isfinite(b) and abs(b) < 1e30 for b in biases):
+        raise ValueError(f"{CALIBRATION[1]} {list(biases)}: must be finite numbers")
 
 
 def check_target_layer_ids(ids: Sequence[int], num_target_layers: int) -> None:

@@ -138,9 +138,14 @@ def propose(
 
 
 def calibrated(logits: Array, config: DrafterConfig) -> Array:
-    """Conditional survival probabilities c_k = sigmoid(z_k / T_k) of confidence logits `[R, K]`; T is 1 by default."""
+    """Conditional survival probabilities c_k = sigmoid(z_k / T_k + b_k) of confidence logits `[R, K]`.
+
+    T is 1 and b is 0 where the drafter is not calibrated.
+    """
     if config.confidence_temperatures:
         logits = logits / jnp.asarray(config.confidence_temperatures, jnp.float32)
+    if config.confidence_biases:
+        logits = logits + jnp.asarray(config.confidence_biases, jnp.float32)
     return jax.nn.sigmoid(logits)
 
 

@@ -25,6 +25,7 @@ from dspark_jax.checkpoints.load import Target, embedded_target_path, load_draft
 from dspark_jax.data.hidden_cache import CacheKey, HiddenCache, build_cache, cache_key, check_space
 from dspark_jax.data.pipeline import Pipeline
 from dspark_jax.data.records import RecordSamples, TrainingSample, sample_id, sample_table
+from dspark_jax.drafters.config import CALIBRATION
 from dspark_jax.models.config import TransformerConfig
 from dspark_jax.sharding import MeshShape, check_mesh, make_mesh, put, replicated
 from dspark_jax.training.distributed import barrier
@@ -269,6 +270,8 @@ def read_target_config(path: Path) -> TransformerConfig:
 def read_initial(path: str, config: TrainableConfig) -> Params:
     """The float32 weights of an existing drafter of the same shape, with `d2t` where it trims the vocabulary.
 
+    Its calibration is no part of the shape, and is left behind: it belongs to the weights as they were.
+
     Raises:
         FileNotFoundError, ValueError: no drafter there, or one of another shape; the message names the fields.
     """
@@ -279,7 +282,7 @@ def read_initial(path: str, config: TrainableConfig) -> Params:
     other = [
         f"{f.name} {getattr(drafter.config, f.name)!r} (this run has {getattr(config, f.name)!r})"
         for f in dataclasses.fields(config)
-        if getattr(drafter.config, f.name) != getattr(config, f.name)
+        if f.name not in CALIBRATION and getattr(drafter.config, f.name) != getattr(config, f.name)
     ]
     if other:
         raise ValueError(f"initial {path}: a drafter of another shape: {', '.join(other)}; set the same in `drafter`")

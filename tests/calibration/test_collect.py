@@ -87,8 +87,9 @@ def test_acceptance_is_told_before_a_stop_token_cuts_the_round():
     assert (found.accepted[last] + 1 >= committed).all() and (found.accepted[last] + 1 > committed).any()
 
 
-def test_temperatures_of_the_drafter_are_not_in_the_records(records):
-    config = replace(DRAFTER.config, confidence_temperatures=(2.0,) * BLOCK)
+@pytest.mark.parametrize("fields", [{"confidence_temperatures": (2.0,)}, {"confidence_biases": (-1.0,)}], ids=str)
+def test_a_calibration_of_the_drafter_is_not_in_the_records(records, fields):
+    config = replace(DRAFTER.config, **{name: values * BLOCK for name, values in fields.items()})
     again = record(requests(24), drafter=SimpleNamespace(config=config, params=DRAFTER.params))
     np.testing.assert_array_equal(again.confidence, records.confidence)
 

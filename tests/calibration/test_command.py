@@ -80,8 +80,36 @@ def test_a_run_from_records_to_a_drafter(drafter: Path, records: Path, tmp_path:
     assert held["rounds"] == len(found.accepted) and held["requests"] == 6
     assert [m["ece"] for m in held["metrics"]["after"]["cumulative"]] == pytest.approx([m.ece for m in after])
     assert held["mean_ece"]["cumulative"]["after"] == pytest.approx(np.mean([m.ece for m in after]))
+    assert done["biases"] == [] == list(config.confidence_biases) and list(held["metrics"]) == ["before", "after"]
     text = capsys.readouterr().out
     assert "held out: 6 requests" in text and "mean ECE over positions" in text and "\ntemperatures " in text
+    assert "biases" not in text
+
+
+def test_biases_are_fitted_beside_temperatures(drafter: Path, records: Path, tmp_path: Path, capsys) -> None:
+    """Reported are both fits, written is the one with biases; a run without the flag takes them away again."""
+    flags = ["--drafter", str(drafter), "--records-in", str(records), "--write", "--json", str(tmp_path / "out.json")]
+    assert command.main([*flags, "--biases", "--plots", str(tmp_path / "plots")]) == 0
+    done = json.loads((tmp_path / "out.json").read_text())
+    config = read_drafter(drafter, jnp.float32)[0]
+    assert list(config.confidence_temperatures) == done["temperatures"]
+    assert list(config.confidence_biases) == done["biases"] and len(done["biases"]) == 7 and done["biases"][0] != 0
+    found = load_records(records).split(held_out=True)
+    held = done["splits"]["held_out"]["metrics"]
+    for stage, values in (
+        ("temperatures", (done["temperatures_alone"], ())),
+        ("after", (done["temperatures"], done["biases"])),
+    ):
+        wanted = position_metrics(scaled(found.confidence, *values), found.accepted, found.verified)
+        assert [m["brier"] for m in held[stage]["cumulative"]] == pytest.approx([m.brier for m in wanted])
+    assert held["before"]["cumulative"][0]["auroc"] == pytest.approx(held["after"]["cumulative"][0]["auroc"])
+    assert (tmp_path / "plots/held_out.png").read_bytes().startswith(b"\x89PNG")
+    text = capsys.readouterr().out
+    assert "cumulative, before > temperatures > after" in text and "\nbiases " in text
+    assert command.main(flags) == 0
+    done = json.loads((tmp_path / "out.json").read_text())
+    assert len(done["earlier_biases"]) == 7 and done["biases"] == []
+    assert read_drafter(drafter, jnp.float32)[0].confidence_biases == ()
 
 
 def test_records_in_two_files_give_what_one_gives(golden: Path, records: Path, tmp_path: Path) -> None:
@@ -141,7 +169,8 @@ def test_nothing_is_written_without_being_asked(drafter: Path, records: Path) ->
 
 
 def test_what_cannot_be_measured_is_null() -> None:
-    found = report.as_json(report.SplitReport("x", 1, 0, float("nan"), {s: _empty() for s in report.STAGES}, {}))
+    metrics = {stage: _empty() for stage in ("before", "after")}
+    found = report.as_json(report.SplitReport("x", 1, 0, float("nan"), metrics, {}))
     assert found["accepted"] is None and found["metrics"]["before"]["cumulative"][0]["auroc"] is None
     json.dumps(found, allow_nan=False)
 

@@ -14,6 +14,7 @@ from dspark_jax.calibration.metrics import (
     brier,
     ece,
     ece_floor,
+    log_loss,
     mean_ece,
     position_metrics,
     reliability,
@@ -107,8 +108,18 @@ def test_bins_of_equal_width_and_mass():
 def test_known_values():
     p, y = np.array([0.2, 0.8, 0.8, 0.4]), np.array([0, 1, 0, 1])
     assert brier(p, y) == pytest.approx((0.04 + 0.04 + 0.64 + 0.36) / 4)
+    assert log_loss(p, y) == pytest.approx(-(2 * np.log(0.8) + np.log(0.2) + np.log(0.4)) / 4)
     assert auroc(p, y) == pytest.approx((1 + 0.5 + 1 + 0) / 4)
     assert ece(np.array([0.9, 0.9]), np.array([1, 0])) == pytest.approx(0.4)
+
+
+def test_log_loss_is_finite_for_certain_mistakes():
+    """And least, of all constants, at the rate: what makes it a proper score."""
+    assert log_loss(np.array([1.0, 0.0]), np.array([0, 1])) == pytest.approx(-np.log(1e-7))
+    assert log_loss(np.array([1.0, 0.0]), np.array([1, 0])) == pytest.approx(0, abs=1e-6)
+    y = np.arange(10) < 3
+    losses = [log_loss(np.full(10, p), y) for p in np.linspace(0.1, 0.9, 9)]
+    assert int(np.argmin(losses)) == 2
 
 
 @pytest.mark.parametrize("count", [300, 4000])
@@ -124,7 +135,7 @@ def test_the_floor_is_what_true_probabilities_show(count):
 
 def test_nothing_to_measure_is_nan():
     none = np.zeros(0)
-    assert all(np.isnan(f(none, none)) for f in (ece, brier, auroc)) and np.isnan(ece_floor(none))
+    assert all(np.isnan(f(none, none)) for f in (ece, brier, log_loss, auroc)) and np.isnan(ece_floor(none))
     assert np.isnan(auroc(np.array([0.2, 0.3]), np.array([1, 1])))
     found = position_metrics(np.zeros((0, 2)), none, none)
     assert [m.count for m in found] == [0, 0] and np.isnan(found[0].ece) and np.isnan(mean_ece(found))

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from dspark_jax.checkpoints import deepspec
 from dspark_jax.checkpoints.deepspec import config_fields, drafter_shapes, read_drafter, write_drafter
+from dspark_jax.drafters.config import CALIBRATION
 from dspark_jax.models.config import RopeConfig
 
 DRAFTERS = [
@@ -494,33 +495,40 @@ def test_config_fields_are_plain_json(golden):
         assert json.loads(json.dumps(fields)) == fields
 
 
-def test_temperatures_of_the_confidence_head_round_trip(folder, tmp_path):
+def test_calibration_of_the_confidence_head_round_trips(folder, tmp_path):
     config, params = read_drafter(folder, jnp.float32)
-    assert config.confidence_temperatures == () and deepspec.TEMPERATURES not in config_fields(config)
+    assert config.confidence_temperatures == config.confidence_biases == ()
+    assert not set(CALIBRATION) & set(config_fields(config))
     temperatures = tuple(0.5 + k / 4 for k in range(config.block_size))
-    calibrated = replace(config, confidence_temperatures=temperatures)
+    biases = tuple(0.3 - k / 7 for k in range(config.block_size))
+    calibrated = replace(config, confidence_temperatures=temperatures, confidence_biases=biases)
     write_drafter(tmp_path / "copy", calibrated, params, storage_dtype="float32")
     assert read_drafter(tmp_path / "copy", jnp.float32)[0] == calibrated
     before = json.loads((folder / "config.json").read_text())
-    deepspec.write_temperatures(folder, temperatures)
-    assert json.loads((folder / "config.json").read_text()) == before | {deepspec.TEMPERATURES: list(temperatures)}
+    deepspec.write_calibration(folder, temperatures, biases)
+    added = {"confidence_temperatures": list(temperatures), "confidence_biases": list(biases)}
+    assert json.loads((folder / "config.json").read_text()) == before | added
     assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert read_drafter(folder, jnp.float32)[0] == calibrated
+    deepspec.write_calibration(folder, temperatures)  # temperatures alone: the earlier biases would not fit them
+    assert read_drafter(folder, jnp.float32)[0] == replace(calibrated, confidence_biases=())
     for nothing in (None, []):
-        edit(folder, confidence_temperatures=nothing)
+        edit(folder, confidence_temperatures=nothing, confidence_biases=nothing)
         assert read_drafter(folder, jnp.float32)[0] == config
 
 
-def test_a_copy_with_temperatures_has_the_same_weights(folder, tmp_path):
-    temperatures = (2.0,) * read_drafter(folder, jnp.float32)[0].block_size
+def test_a_calibrated_copy_has_the_same_weights(folder, tmp_path):
+    block_size = read_drafter(folder, jnp.float32)[0].block_size
+    temperatures, biases = (2.0,) * block_size, (-0.5,) * block_size
     for _ in range(2):  # an older copy is replaced
-        deepspec.copy_with_temperatures(folder, tmp_path / "copy", temperatures)
+        deepspec.copy_with_calibration(folder, tmp_path / "copy", temperatures, biases)
     assert (tmp_path / "copy/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-    assert read_drafter(tmp_path / "copy", jnp.float32)[0].confidence_temperatures == temperatures
-    assert deepspec.TEMPERATURES not in json.loads((folder / "config.json").read_text())
+    copied = read_drafter(tmp_path / "copy", jnp.float32)[0]
+    assert (copied.confidence_temperatures, copied.confidence_biases) == (temperatures, biases)
+    assert not set(CALIBRATION) & set(json.loads((folder / "config.json").read_text()))
     (tmp_path / "copy/notes").touch()
     with pytest.raises(ValueError, match="holds notes, which is no part of a drafter"):
-        deepspec.copy_with_temperatures(folder, tmp_path / "copy", temperatures)
+        deepspec.copy_with_calibration(folder, tmp_path / "copy", temperatures, biases)
 
 
 @pytest.mark.parametrize(
@@ -540,5 +548,26 @@ def test_wrong_temperatures_are_refused(folder, value, message):
     edit(folder, confidence_temperatures=...)
     before = (folder / "config.json").read_bytes()
     with pytest.raises(ValueError, match="config.json: confidence_temperatures"):
-        deepspec.write_temperatures(folder, (1.0, -1.0))
+        deepspec.write_calibration(folder, (1.0, -1.0))
+    assert (folder / "config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (-1, "config field confidence_biases -1: must be a list of numbers"),
+        (["0"] * 7, "must be a list of numbers"),
+        ([0.0], "must be one for each of block_size"),
+        ([float("inf")] * 7, "must be finite numbers"),
+    ],
+    ids=str,
+)
+def test_wrong_biases_are_refused(folder, value, message):
+    edit(folder, confidence_biases=value)
+    with pytest.raises(ValueError, match=message):
+        read_drafter(folder, jnp.float32)
+    edit(folder, confidence_biases=...)
+    before = (folder / "config.json").read_bytes()
+    with pytest.raises(ValueError, match="config.json: confidence_biases"):
+        deepspec.write_calibration(folder, (1.0,) * 7, (0.0, 1.0))
     assert (folder / "config.json").read_bytes() == before

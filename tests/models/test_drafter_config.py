@@ -74,6 +74,21 @@ def test_temperatures_of_the_confidence_head():
     )
 
 
+def test_biases_of_the_confidence_head():
+    assert DRAFTER.confidence_biases == ()
+    biases = (0.0, -0.5, 3.0, -3.0, 0.1, 0.2, 0.3)
+    assert replace(DRAFTER, confidence_biases=biases).confidence_biases == biases  # temperatures need not be there
+    refused(r"confidence_biases \[0.5\]: must be one for each of block_size 7", confidence_biases=(0.5,))
+    for bad in (float("nan"), float("-inf"), 1e31):
+        refused("confidence_biases .*must be finite numbers", confidence_biases=(0.0,) * 6 + (bad,))
+    refused(
+        r"confidence_biases .*there is no confidence head",
+        confidence=False,
+        confidence_with_markov=False,
+        confidence_biases=(0.0,) * 7,
+    )
+
+
 @pytest.mark.parametrize("ids", [(0,), (-1,), (-1, 0), (-1, 2, 4), (0, 1, 2, 3, 4), (4,)])
 def test_layer_ids_that_exist(ids):
     assert replace(DRAFTER, target_layer_ids=ids).target_layer_ids == ids

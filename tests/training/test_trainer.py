@@ -18,9 +18,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from dspark_jax.checkpoints.deepspec import copy_with_calibration
 from dspark_jax.checkpoints.load import load_drafter
 from dspark_jax.data.hidden_cache import DiskFullError, HiddenCache
 from dspark_jax.data.records import TrainingSample
+from dspark_jax.drafters.config import CALIBRATION
 from dspark_jax.sharding import MeshShape
 from dspark_jax.training import evaluate, prepare, trainer, vocabulary
 from dspark_jax.training.losses import LossConfig
@@ -214,6 +216,22 @@ def test_a_run_starts_from_an_existing_drafter(folder: Path, whole: TrainState) 
     wrong = replace(settings, drafter=replace(settings.drafter, block_size=5))
     with pytest.raises(ValueError, match=r"initial .*block_size \d \(this run has 5\)"):
         prepare.prepare(wrong)
+
+
+def test_the_calibration_of_an_initial_drafter_is_left_behind(folder: Path, whole: TrainState, tmp_path: Path) -> None:
+    """It is no part of the shape, and weights that change make it stale: neither this run's drafter has it."""
+    block = load_drafter(folder / "whole" / "drafter").config.block_size
+    copy_with_calibration(folder / "whole" / "drafter", tmp_path / "initial", (2.0,) * block, (-0.5,) * block)
+    settings = tiny_settings(folder, "recalibrated", initial=str(tmp_path / "initial"), steps=1, epochs=1)
+    run = prepare.prepare(settings)
+    assert run.config == load_drafter(folder / "whole" / "drafter").config
+    weights = dict(load_drafter(tmp_path / "initial").params)
+    weights.pop("d2t")
+    assert_same(jax.device_get(run.fresh().params), weights)
+    trainer.train(settings)
+    exported = folder / "recalibrated" / "drafter"
+    assert load_drafter(exported).config == run.config
+    assert not set(CALIBRATION) & set(json.loads((exported / "config.json").read_text()))
 
 
 def test_finished_run_has_nothing_to_do_but_lost_exports(folder: Path, whole: TrainState) -> None:
