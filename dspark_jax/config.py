@@ -23,6 +23,18 @@ def auto_dtype(cpuinfo: str | Path = "/proc/cpuinfo") -> str:
     return "bfloat16" if file.is_file() and "amx_bf16" in file.read_text().split() else "float32"
 
 
+def keep_programs(folder: str | Path) -> None:
+    """Keeps all compiled programs in `folder`, so that the next start finds them (JAX's persistent compilation cache).
+
+    Programs are found by their code, JAX's version and the device: a folder may serve many models and machines.
+    """
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 @contextmanager
 def log_to_stderr(form: str = "%(message)s") -> Iterator[None]:
     """Shows this package's log on stderr while it is open; for programs. `form`: of a line, as `logging.Formatter`.

@@ -13,6 +13,9 @@ same. Tokens are taken in the order of their survival.
 Both are non-anticipating: whether x_{r,j} is verified depends on past rounds, on other requests, and on c_{r,1..j},
 which were there before x_{r,j} was drawn. A global search over this round's confidences is not (Appendix A).
 
+Confidences are calibrated for one temperature and one kind of text (`dspark calibrate`). What was accepted in earlier
+rounds corrects them for what is served now (`corrected`); the past is all that it reads.
+
 Drafting is a cost too: a batch for which past confidences promise less than plain decoding does not draft. It looks
 again after a while, the sooner the less it expects to lose by it (`PROBE`).
 """
@@ -33,6 +36,8 @@ Array = jax.Array
 PROBE = 128  # times the share of speed that a draft is expected to lose: rounds without one, after which one drafts
 FIRST_SURVIVAL = 0.7  # per token, before anything is known
 _WEIGHT = 0.05  # of a round in the running mean
+_FORGET = 0.99  # what a round leaves of the counts before it
+_TRUST = 20.0  # verified tokens after which counts weigh as much as the confidences' own word
 DECIDE, PLAIN = -2, -1  # values of `Costs.force`
 
 
@@ -63,20 +68,23 @@ class Past(NamedTuple):
     Attributes:
         older, newer: `[R, K]`, survival of each request's tokens as of two rounds before and of one. mean: `[K]`, a
             running mean, which stands for requests that have drafted nothing yet.
-        idle: int32 `[]`, rounds without a draft since the last with one.
+        idle: int32 `[]`, rounds without a draft since the last with one. promised, kept: `[K]`, decaying sums over the
+            verified tokens of each slot: their survival as the confidences have it, and how many were accepted.
     """
 
     older: Array
     newer: Array
     mean: Array
     idle: Array
+    promised: Array
+    kept: Array
 
 
 def init_past(requests: int, block: int) -> Past:
     """Before anything is known: each token survives with `FIRST_SURVIVAL`, given the ones before."""
     mean = FIRST_SURVIVAL ** jnp.arange(1, block + 1, dtype=jnp.float32)
     older, newer = (jnp.tile(mean, (requests, 1)) for _ in range(2))  # two arrays: a state is donated leaf by leaf
-    return Past(older, newer, mean, jnp.int32(0))
+    return Past(older, newer, mean, jnp.int32(0), *(jnp.zeros(block, jnp.float32) for _ in range(2)))
 
 
 def forget(past: Past, slots: Array) -> Past:
@@ -86,6 +94,30 @@ def forget(past: Past, slots: Array) -> Past:
     return past._replace(older=put(past.older), newer=put(past.newer))
 
 
+def corrected(past: Past, survival: Array) -> Array:
+    """Survival `[R, K]` by the confidences, times what their word was worth lately at each slot: `[R, K]`, at most 1.
+
+    A slot that was verified rarely gets the factor of the slot before it.
+    """
+    factors = []
+    factor = jnp.float32(1.0)
+    for promised, kept in zip(past.promised, past.kept, strict=True):
+        factor = (_TRUST * factor + kept) / (_TRUST + promised)
+        factors.append(factor)
+    if not factors:
+        return survival
+    return jax.lax.cummin(jnp.minimum(survival * jnp.stack(factors), 1.0), axis=1)
+
+
+def count_kept(past: Past, raw: Array, lengths: Array, accepted: Array) -> Past:
+    """The past with the outcome of a round: of `lengths [R]` verified drafts with survival `raw [R, K]`, `accepted`."""
+    slot = jnp.arange(raw.shape[1])
+    verified, good = slot < lengths[:, None], slot < jnp.minimum(lengths, accepted)[:, None]
+    decay = jnp.where(jnp.any(verified), _FORGET, 1.0)
+    promised = decay * past.promised + jnp.sum(jnp.where(verified, raw, 0.0), axis=0)
+    return past._replace(promised=promised, kept=decay * past.kept + jnp.sum(good, axis=0))
+
+
 def remember(past: Past, survival: Array, active: Array, drafted: Array) -> Past:
     """The past after a round: bool `drafted`, whether its `survival [R, K]` of bool `active [R]` requests is there."""
     seen = drafted & active[:, None]
@@ -93,7 +125,7 @@ def remember(past: Past, survival: Array, active: Array, drafted: Array) -> Past
     now = jnp.sum(jnp.where(active[:, None], survival, 0.0), axis=0) / jnp.maximum(count, 1)
     mean = jnp.where(drafted & (count > 0), past.mean + _WEIGHT * (now - past.mean), past.mean)
     idle = jnp.where(drafted, 0, past.idle + 1).astype(jnp.int32)
-    return Past(past.newer, jnp.where(seen, survival, past.newer), mean, idle)
+    return past._replace(older=past.newer, newer=jnp.where(seen, survival, past.newer), mean=mean, idle=idle)
 
 
 class Round(NamedTuple):

@@ -58,7 +58,7 @@ def with_slots(state: DecodeState, order: np.ndarray) -> DecodeState:
         old.delete()
         return new
 
-    shared = state.threshold, state.past.mean, state.past.idle
-    by_request = state._replace(threshold=(), past=state.past._replace(mean=(), idle=()))  # type: ignore[arg-type]
-    new: DecodeState = jax.tree.map(take, by_request)
-    return new._replace(threshold=shared[0], past=new.past._replace(mean=shared[1], idle=shared[2]))
+    shared = {name: getattr(state.past, name) for name in ("mean", "idle", "promised", "kept")}
+    past = state.past._replace(**dict.fromkeys(shared, ()))  # type: ignore[arg-type]
+    new: DecodeState = jax.tree.map(take, state._replace(threshold=(), past=past))  # type: ignore[arg-type]
+    return new._replace(threshold=state.threshold, past=new.past._replace(**shared))

@@ -16,6 +16,8 @@ from dspark_jax.decoding.budget import (
     Costs,
     bucket_gains,
     budgeted_lengths,
+    corrected,
+    count_kept,
     make_round,
     pays_to_draft,
     remember,
@@ -134,11 +136,14 @@ def _budgeted_round(
 
     draft_cache, proposal = _once(drafts, propose, (state.draft_cache, carry.proposal))
     state = state._replace(draft_cache=draft_cache)
-    survival = jnp.cumprod(proposal.confidence, axis=1)
+    raw = jnp.cumprod(proposal.confidence, axis=1)
+    survival = corrected(past, raw)
     lengths, index = budgeted_lengths(program.schedule, now, survival, gains, costs)
     lengths, index = jnp.where(drafts, lengths, 0), jnp.where(drafts, index, 0)
     new = verify_in_bucket(target_params, draft_params, state, proposal, lengths, index, program, buckets, drafts)
-    new = new._replace(past=remember(past, survival, state.active, drafts))
+    accepted = new.counters.accepted - state.counters.accepted
+    past = remember(count_kept(past, raw, lengths, accepted), survival, state.active, drafts)
+    new = new._replace(past=past)
     return _Carry(new, proposal, carry.totals.after(drafts, index, state.active, lengths))
 
 

@@ -27,7 +27,7 @@ from dspark_jax.models.config import TransformerConfig
 
 FORMAT = "dspark_jax throughput curve 1"
 _AGAIN = "profile again with `dspark profile`"
-_CALIBRATION = ("confidence_temperatures",)  # of a drafter's config: changes no time
+_CALIBRATION = ("confidence_temperatures", "confidence_biases")  # of a drafter's config: changes no time
 
 
 @dataclass(frozen=True)

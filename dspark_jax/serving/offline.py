@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from dspark_jax.checkpoints.load import (
@@ -24,26 +26,30 @@ from dspark_jax.checkpoints.load import (
     load_target,
 )
 from dspark_jax.checkpoints.tokenizer import Tokenizer
-from dspark_jax.config import auto_dtype
+from dspark_jax.config import auto_dtype, keep_programs, log_to_stderr
 from dspark_jax.data.prompts import PromptRecord, read_prompts
 from dspark_jax.data.records import RecordWriter, read_records
+from dspark_jax.decoding.batching import capacity_for
+from dspark_jax.decoding.curve import Curve
 from dspark_jax.decoding.generate import Completion, Generator, Request
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.drafters.ngram import NgramConfig
 from dspark_jax.serving import report
-from dspark_jax.serving.settings import ServeSettings
+from dspark_jax.serving.settings import BUDGETED, ServeSettings
 from dspark_jax.serving.stream import TextStream, prompt_ids
+from dspark_jax.sharding import MeshShape, make_mesh
 
 _STREAM_ROUNDS = 4  # steps between two looks of the host
 
 
 @dataclass(frozen=True)
 class Models:
-    """What a run generates with: the target, its drafter or None, and the dtype's name."""
+    """What a run generates with: the target, its drafter or None, the dtype's name, and the mesh that they lie on."""
 
     target: Target
     drafter: Drafter | None
     dtype: str
+    mesh: Mesh | None = None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -66,20 +72,26 @@ def load_models(settings: ServeSettings) -> Models:
     Raises:
         FileNotFoundError, ValueError: nothing there, damaged, unsupported, or drafter and target do not go together.
     """
+    if settings.compile_cache is not None:
+        keep_programs(settings.compile_cache)
     dtype = auto_dtype() if settings.dtype == "auto" else settings.dtype
-    target = load_target(settings.target or embedded_target_path(), dtype=dtype)
+    devices = settings.data * settings.tensor
+    mesh = None
+    if devices > 1:
+        mesh = make_mesh(MeshShape(settings.data, 1, settings.tensor), jax.devices()[:devices])
+    target = load_target(settings.target or embedded_target_path(), dtype=dtype, mesh=mesh)
     if settings.drafter == "none":
-        return Models(target, None, dtype)
+        return Models(target, None, dtype, mesh)
     if settings.drafter == "ngram":
         lookup = NgramConfig(settings.ngram_tokens, settings.ngram_longest, settings.ngram_shortest)
-        return Models(target, Drafter(lookup, {}, Path("ngram")), dtype)
-    drafter = load_drafter(settings.draft or embedded_drafter_path(), dtype=dtype, target=target.config)
+        return Models(target, Drafter(lookup, {}, Path("ngram")), dtype, mesh)
+    drafter = load_drafter(settings.draft or embedded_drafter_path(), dtype=dtype, mesh=mesh, target=target.config)
     try:
         drafter.config.check_target(target.config)
     except ValueError as error:
         hint = "" if settings.draft else " (the embedded drafter: give --draft for this target, or --drafter none)"
         raise ValueError(f"{error}{hint}") from error
-    return Models(target, drafter, dtype)
+    return Models(target, drafter, dtype, mesh)
 
 
 def make_generator(
@@ -90,18 +102,40 @@ def make_generator(
     Args:
         every_round: hand over tokens after each round: for a terminal, and so that a stop string ends an answer in its
             round. plain: without the drafter.
+
+    Raises:
+        ValueError: a throughput curve of another machine or other models.
     """
     drafter = None if plain else models.drafter
+    budgeted = drafter is not None and settings.schedule in BUDGETED
     return Generator(
         models.target,
         drafter,
         batch_size=settings.batch_size,
-        schedule="threshold" if drafter is not None and settings.schedule == "threshold" else "fixed",
+        schedule=settings.schedule if drafter is not None else "fixed",
         threshold=settings.threshold,
         seed=settings.seed,
         stop_ids=models.stop_ids,
         stream_rounds=1 if every_round else _STREAM_ROUNDS,
+        curve=throughput_curve(models, settings) if budgeted else None,
+        mesh=models.mesh,
     )
+
+
+def throughput_curve(models: Models, settings: ServeSettings) -> Curve:
+    """The curve that budgets are chosen by: the file of the settings, or the stored one, measured where it is missing.
+
+    Raises:
+        ValueError: the file is of another machine or other models, lacks this batch size, or is damaged.
+    """
+    from dspark_jax.profiling.measure import Models as Profiled
+    from dspark_jax.profiling.provide import curve_for
+
+    sampling = SamplingParams(settings.temperature, settings.top_p, settings.top_k, settings.min_p)
+    profiled = Profiled(models.target, models.drafter, sampling.mode, models.mesh, models.stop_ids)
+    slots, measure = (settings.batch_size,), settings.profile is None
+    with log_to_stderr():
+        return curve_for(profiled, slots, (capacity_for(1),), file=settings.profile, measure=measure)
 
 
 # --- prompts to requests ---

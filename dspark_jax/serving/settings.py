@@ -15,7 +15,7 @@ from dspark_jax.data.prompts import sampling_fields
 
 DTYPES = ("auto", "float32", "bfloat16")
 SCHEDULES = ("fixed", "threshold", "causal", "async")
-_LATER = ("causal", "async")
+BUDGETED = ("causal", "async")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop")
 
 
@@ -46,9 +46,16 @@ class ServeSettings:
         max_tokens: tokens to generate at most for a prompt.
         stop: text that ends an answer and is not part of it; can be given several times.
         batch_size: prompts decoded together.
-        schedule: which part of a block the target verifies: all of it, or the tokens before the confidence falls below
-            --threshold. causal and async are not available yet.
+        schedule: which part of a block the target verifies: all of it (fixed); the tokens before the confidence falls
+            below --threshold; or what pays by this machine's throughput curve, over all prompts of the batch, decided
+            from this round's confidences (causal) or a budget from two rounds before (async).
         threshold: confidence of the threshold schedule, a probability in [0, 1].
+        profile: file of the throughput curve (`dspark profile`) for causal and async; by default the one that is stored
+            for this machine and these models, which is measured first where there is none.
+        data: copies of the models on a mesh of devices, each with its share of the
+            batch.
+        tensor: devices that each copy of the models is cut into.
+        compile_cache: folder that compiled programs are kept in, for the next start.
         dtype: dtype of the weights; auto is bfloat16 where the device multiplies it fast, else float32.
         compare: with --prompts: run plain decoding on the same prompts too and report the speed ratio; both are
             warmed up first, so that no compilation is timed.
@@ -77,6 +84,10 @@ class ServeSettings:
     batch_size: int = 1
     schedule: Literal["fixed", "threshold", "causal", "async"] = "fixed"
     threshold: float = 0.5
+    profile: Path | None = None
+    data: int = 1
+    tensor: int = 1
+    compile_cache: Path | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     compare: bool = False
     json: Path | None = None
@@ -96,8 +107,13 @@ class ServeSettings:
         self._check_files()
 
     def _check_numbers(self) -> None:
-        if self.schedule in _LATER:
-            raise ValueError(f"schedule {self.schedule!r}: not available yet, must be fixed or threshold")
+        if self.profile is not None and self.schedule not in BUDGETED:
+            raise ValueError(f"--profile: only goes with --schedule {' or '.join(BUDGETED)}, not {self.schedule}")
+        for name in ("data", "tensor"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)}: must be at least 1 device")
+        if self.batch_size % self.data:
+            raise ValueError(f"batch_size {self.batch_size}: must be a multiple of data {self.data}")
         sampling_fields(self.sampling())
         if self.min_p >= 1:
             raise ValueError(f"min_p {self.min_p}: must be from 0 to below 1")
@@ -142,6 +158,10 @@ class ServeSettings:
             raise ValueError("prompt '': must not be empty")
         if self.prompts is not None and not self.prompts.is_file():
             raise FileNotFoundError(f"prompts {self.prompts}: no such file, must be a JSONL file")
+        if self.profile is not None and not self.profile.is_file():
+            raise FileNotFoundError(f"profile {self.profile}: no such file, make one with `dspark profile --output`")
+        if self.compile_cache is not None and self.compile_cache.is_file():
+            raise ValueError(f"compile_cache {self.compile_cache}: is a file, must be a folder")
         for name, path in (("output", self.output), ("json", self.json)):
             if path is None:
                 continue

@@ -17,6 +17,8 @@ from dspark_jax.decoding.budget import (
     Round,
     bucket_gains,
     budgeted_lengths,
+    corrected,
+    count_kept,
     fill,
     forget,
     init_past,
@@ -197,6 +199,26 @@ def test_past_moves_on() -> None:
     nobody = remember(past, survival, jnp.zeros(R, bool), jnp.bool_(True))
     assert isinstance(nobody, Past) and np.isfinite(nobody.mean).all()
     np.testing.assert_array_equal(nobody.mean, past.mean)
+
+
+def test_what_was_accepted_corrects_the_confidences() -> None:
+    """Confidences that are half of the truth at every slot: the factor goes to 2, and survival stays a survival."""
+    past = init_past(R, K)
+    raw = jnp.asarray(survival_of(np.full((R, K), 0.4)))
+    np.testing.assert_allclose(corrected(past, raw), raw)
+    lengths = jnp.asarray([2, 2, 2, 2])  # the last slot is never verified
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        first = rng.random(R) < 0.8
+        accepted = jnp.asarray(first * (1 + (rng.random(R) < 0.4)))
+        past = count_kept(past, raw, lengths, accepted)
+    better = np.asarray(corrected(past, raw))
+    np.testing.assert_allclose(better[:, :2], [[0.8, 0.32]] * R, rtol=0.2)
+    np.testing.assert_allclose(better[:, 2] / np.asarray(raw)[:, 2], better[:, 1] / np.asarray(raw)[:, 1], rtol=1e-5)
+    ones = np.asarray(corrected(past, jnp.full((R, K), 0.9)))
+    assert (ones <= 1).all() and (np.diff(ones, axis=1) <= 0).all()
+    same = count_kept(past, raw, jnp.zeros(R, jnp.int32), jnp.zeros(R, jnp.int32))  # nothing verified, nothing learnt
+    np.testing.assert_array_equal(same.promised, past.promised)
 
 
 @pytest.mark.parametrize("requests", [1, 2, 3, 8, 64])

@@ -43,7 +43,8 @@ def random_past(requests: int) -> Past:
     """What rounds before might have said."""
     rng = np.random.default_rng(5)
     older, newer = (jnp.asarray(np.cumprod(rng.uniform(0.2, 1, (requests, BLOCK)), axis=1), jnp.float32) for _ in "ab")
-    return Past(older, newer, jnp.mean(older, axis=0), jnp.int32(0))
+    counts = jnp.asarray(rng.uniform(0, 50, (2, BLOCK)), jnp.float32)
+    return Past(older, newer, jnp.mean(older, axis=0), jnp.int32(0), *counts)
 
 
 @pytest.fixture(scope="module")

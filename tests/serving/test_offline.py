@@ -178,3 +178,26 @@ def test_request_seeds_differ_by_prompt_and_run():
     seeds = {request_seed(seed, name) for seed in (0, 1) for name in ("a", "b")}
     assert len(seeds) == 4 and all(0 <= seed < 2**63 for seed in seeds)
     assert request_seed(3, "a") == request_seed(3, "a")
+
+
+def test_budgets_measure_their_curve_once_and_refuse_a_foreign_one(files, models_flags, tmp_path, monkeypatch, capsys):
+    """The first run measures this machine and stores the curve, the second finds it; the texts are the same."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert serve(files, models_flags) == 0
+    whole = {name: record["token_ids"] for name, record in lines(files[1]).items()}
+    greedy = {"p:1", "x", "p:4", "p:5"}
+    for schedule, measures in (("causal", True), ("async", False)):
+        files[1].unlink()
+        capsys.readouterr()
+        assert serve(files, models_flags, "--schedule", schedule) == 0
+        assert ("measuring rounds of 2 slots" in capsys.readouterr().err) == measures
+        records = lines(files[1])
+        assert {name: records[name]["token_ids"] for name in greedy} == {name: whole[name] for name in greedy}
+    (stored,) = (tmp_path / "cache").rglob("*.json")
+    foreign = tmp_path / "foreign.json"
+    content = json.loads(stored.read_text())
+    content["key"]["device"] = "another machine"
+    foreign.write_text(json.dumps(content))
+    assert serve(files, models_flags, "--schedule", "causal", "--profile", str(foreign)) == 2
+    message = capsys.readouterr().err
+    assert "another machine" in message and "profile again" in message
