@@ -46,7 +46,7 @@ class Options:
         domains: names of the files.
         loads: numbers of requests at work at once.
         systems: plain (no drafter), fixed (whole blocks), causal and async.
-        requests: of each load, the first ones not counted; 0: three times the load, but 12 at least.
+        requests: of each load; 0: twice the load, but 10 at least.
         turns: runs of each system and load.
         temperature: of sampling; 0 is greedy.
         max_tokens: of an answer. longest: of a prompt, tokens.
@@ -62,9 +62,9 @@ class Options:
     systems: tuple[str, ...] = ("plain", "fixed", "causal", "async")
     requests: int = 0
     turns: int = 2
-    temperature: float = 1.0
-    max_tokens: int = 96
-    longest: int = 152
+    temperature: float = 0.0
+    max_tokens: int = 64
+    longest: int = 120
     rounds: int = 4
     drafter: str | None = None
     json: Path | None = None
@@ -153,7 +153,7 @@ def make(system: str, options: Options, target: Any, drafter: Any, curve: Curve,
 
 
 def requests_of(options: Options, prompts: list[tuple[int, ...]], load: int) -> Iterator[Request]:
-    count = options.requests or max(12, 3 * load)
+    count = options.requests or max(10, 2 * load)
     sampling = SamplingParams(options.temperature, max_tokens=options.max_tokens)
     return iter([Request(str(i), prompts[i % len(prompts)], sampling) for i in range(count)])
 

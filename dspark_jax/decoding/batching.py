@@ -258,7 +258,7 @@ class Batch:
                 free = next(i for i in range(self.size) if i not in self.slots)
                 work.began = time.perf_counter()
                 capacity = self._plan(len(work.request.prompt_ids))[1]
-                caches = init_caches(self.generator.program(work.request.sampling.mode), 1, capacity)
+                caches = init_caches(self.generator.entry_program(), 1, capacity)
                 self._long = _Long(work, free, self.generator.on_mesh(caches, 1))
             if self._long:
                 tokens, new = self._next_chunk(self._long)
@@ -281,7 +281,7 @@ class Batch:
         new = self.new_requests(group, free[: len(group)], size)
         began = time.perf_counter()
         self._starts(began)
-        program = g.program(max((w.request.sampling.mode for w in group), key=MODES.index))
+        program = g.entry_program(max((w.request.sampling.mode for w in group), key=MODES.index))
         ready = run_prefill(g.target.params, g.draft_params, new, program=program)
         for work in group:
             work.began = began
@@ -306,7 +306,7 @@ class Batch:
         after = ids[end] if end < len(ids) else -1
         chunk = Chunk(_host(padded), _host([len(piece)]), _host([long.done]), _host([after]))
         new = self.new_requests([long.work], [long.slot], size, lengths=[len(ids)])
-        program = g.program(long.work.request.sampling.mode)
+        program = g.entry_program(long.work.request.sampling.mode)
         began = time.perf_counter()
         self._starts(began)
         ready = run_chunk(g.target.params, g.draft_params, long.caches, chunk, new.sampling, program=program)
@@ -324,7 +324,7 @@ class Batch:
         self.slots |= dict(zip(slots, group, strict=True))
         first = np.asarray(ready.first)
         self._fit(capacity)
-        self._state = run_admit(self.state, new, ready, program=self.generator.program())
+        self._state = run_admit(self.state, new, ready, program=self.generator.entry_program())
         self._waits(began, "prefill")
         self.statistics.prompt_tokens += sum(len(w.request.prompt_ids) for w in group)
         events = []
@@ -482,7 +482,7 @@ class Batch:
                 for new, prefilled, needs in ready:
                     if needs <= capacity:
                         nobody = _host([size] * len(new.slots))
-                        state = run_admit(state, new._replace(slots=nobody), prefilled, program=g.program())
+                        state = run_admit(state, new._replace(slots=nobody), prefilled, program=g.entry_program())
                 for mode in batch_modes:
                     state = self._rounds(state, 0, False, g.program(mode))[0]
                 if number:
@@ -495,7 +495,7 @@ class Batch:
         g, made = self.generator, []
         works = [Work(Request("", (0,) * tokens, _OF_MODE[mode]), 0, 0.0)] * _GROUP
         if tokens > g.prefill_chunk:
-            program = g.program(mode)
+            program = g.entry_program(mode)
             sizes, capacity = self._plan(tokens)
             caches = g.on_mesh(init_caches(program, 1, capacity), 1)
             new = self.new_requests(works[:1], [0], sizes[0], lengths=[tokens])
@@ -507,5 +507,5 @@ class Batch:
             return [(new, ready, capacity)]
         for count in (1, _GROUP) if g.batch_size >= _GROUP else (1,):
             new = self.new_requests(works[:count], [0] * count, tokens)
-            made.append((new, run_prefill(g.target.params, g.draft_params, new, program=g.program(mode)), tokens))
+            made.append((new, run_prefill(g.target.params, g.draft_params, new, program=g.entry_program(mode)), tokens))
         return made

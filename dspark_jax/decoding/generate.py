@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -133,6 +133,10 @@ class Generator:
         dtype = jnp.float32 if jax.default_backend() == "cpu" else self.target.params["embed"].dtype
         drafter = self.drafter.config if self.drafter is not None else None
         return Program(self.target.config, drafter, self.schedule, mode, tuple(self.stop_ids or ()), dtype)
+
+    def entry_program(self, mode: Mode = "greedy") -> Program:
+        """The program by which requests come in: the same under every schedule."""
+        return replace(self.program(mode), schedule="fixed")
 
     def buckets_of(self, slots: int) -> tuple[int, ...]:
         """Row counts that programs for `slots` slots are compiled with, ascending."""
