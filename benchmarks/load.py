@@ -46,7 +46,7 @@ class Options:
         domains: names of the files.
         loads: numbers of requests at work at once.
         systems: plain (no drafter), fixed (whole blocks), causal and async.
-        requests: of each load; 0: twice the load, but 10 at least.
+        requests: of each load; 0: half more than the load, but 10 at least.
         turns: runs of each system and load.
         temperature: of sampling; 0 is greedy.
         max_tokens: of an answer. longest: of a prompt, tokens.
@@ -153,7 +153,7 @@ def make(system: str, options: Options, target: Any, drafter: Any, curve: Curve,
 
 
 def requests_of(options: Options, prompts: list[tuple[int, ...]], load: int) -> Iterator[Request]:
-    count = options.requests or max(10, 2 * load)
+    count = options.requests or max(10, load + load // 2)
     sampling = SamplingParams(options.temperature, max_tokens=options.max_tokens)
     return iter([Request(str(i), prompts[i % len(prompts)], sampling) for i in range(count)])
 
