@@ -16,7 +16,8 @@ class Load:
 
     Attributes:
         kind: `closed`, so many clients, each of which asks again as soon as it has its answer; `open`, Poisson arrivals
-            at so many requests a second; `file`, all requests are there at once and so many slots work them off.
+            at so many requests a second; `file`, offline generation: all requests are there at once, so many slots work
+            them off, and the host looks only when one of them has ended.
         value: clients, requests per second, or slots.
         requests: answers that are measured. warm_up: answers before that (of a file: 0).
 

@@ -47,7 +47,8 @@ class SimulateSettings:
         loads: concurrent requests, each replaced as soon as it is answered; 1 2 4 8 16 32 64 times the replicas by
             default.
         rates: in place of loads, Poisson arrivals, in requests/s.
-        arrivals: closed: see loads. file: all requests are there from the start, for as many slots as loads says.
+        arrivals: closed: see loads. file: offline generation, all requests are there from the start, and as many slots
+            as loads says.
         requests_per_load: answers of each replica that are measured.
         warm_up: answers before that, as a share of requests_per_load, one of each client at least.
         drafter: drafter whose calibration the confidences get, and that the records must be of: a folder or a hub id;

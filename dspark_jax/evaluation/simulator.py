@@ -61,9 +61,10 @@ class EngineSettings:
     def __post_init__(self) -> None:
         if not self.slots or self.slots[0] < 1 or not all(a < b for a, b in pairwise(self.slots)):
             raise ValueError(f"slots {list(self.slots)}: must be slot counts of at least 1, ascending")
-        for name in ("rounds", "prefill_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)}: must be at least 1")
+        if self.rounds < 1:
+            raise ValueError(f"rounds {self.rounds}: must be at least 1")
+        if self.prefill_chunk != padded_length(max(self.prefill_chunk, 1)):
+            raise ValueError(f"prefill_chunk {self.prefill_chunk}: must be a power of two from 32 tokens on")
         for name in ("host_seconds", "resize_seconds", "mtp_draft_share"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
@@ -71,9 +72,12 @@ class EngineSettings:
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold {self.threshold}: a probability, must lie in [0, 1]")
 
-    def slots_for(self, requests: int) -> int:
-        """R for so many requests: the smallest that holds them, or else the largest."""
-        return next((size for size in self.slots if size >= requests), self.slots[-1])
+    def sizes(self, load: Load) -> tuple[int, ...]:
+        """Numbers of slots that a load makes use of, ascending: those of a file, or the ladder up to what holds it."""
+        if load.kind == "file":
+            return (int(load.value),)
+        enough = [size for size in self.slots if size >= load.value] if load.kind == "closed" else []
+        return tuple(size for size in self.slots if not enough or size <= enough[0])
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,7 @@ def check_curve(curve: Curve, block: int, settings: EngineSettings, load: Load) 
     Raises:
         ValueError: a number of slots that was not measured, or buckets that do not end with whole blocks.
     """
-    most = settings.slots[-1] if load.kind == "open" else settings.slots_for(int(load.value))
-    for slots in (size for size in settings.slots if size <= most):
+    for slots in settings.sizes(load):
         full = curve.costs(slots, capacity_for(1)).buckets[-1]
         if full != slots * (block + 1):
             raise ValueError(
@@ -169,9 +172,9 @@ class _Engine:
         order, outcomes = np.random.SeedSequence(seed).spawn(2)
         self.source = Source(load, replay.requests, np.random.default_rng(order))
         self.draws = np.random.default_rng(outcomes)
-        limit = int(load.value) if load.kind == "file" else settings.slots[-1]
-        self.sizes = [size for size in settings.slots if size <= settings.slots_for(limit)]
-        self.most = min(self.sizes[-1], limit)  # requests at work at most
+        self.sizes = settings.sizes(load)
+        self.most = self.sizes[-1]
+        self.rounds = 1 << 30 if load.kind == "file" else settings.rounds
         self.width = 1 if system == "plain" else 2 if system == "mtp1" else replay.block + 1  # rows of a request
         self.past = Past(self.most, replay.block)
         self.costs = cache(lambda slots, context: round_costs(system, curve, slots, context, replay.block, settings))
@@ -208,8 +211,8 @@ class _Engine:
 
     def set_slots(self) -> None:
         """As many slots as the requests need; their number grows and shrinks step by step."""
-        need = int(self.held.sum()) + len(self.source.waiting) + bool(self.long)
-        wanted = self.settings.slots_for(min(need, self.most))
+        need = min(int(self.held.sum()) + len(self.source.waiting) + bool(self.long), self.most)
+        wanted = next(size for size in self.sizes if size >= need)
         if not self.slots:
             self.slots = wanted
         self.roomy = self.roomy + 1 if wanted < self.slots else 0
@@ -229,11 +232,10 @@ class _Engine:
     def take_in(self) -> None:
         """Admits waiting requests into free slots, a group of equal padding at a time."""
         left = float(self.settings.prefill_chunk) if self.held.any() else float("inf")
-        room = min(self.slots, self.most)
-        while left > 0 and (self.long or (self.source.waiting and self.held.sum() < room)):
+        while left > 0 and (self.long or (self.source.waiting and self.held.sum() < self.slots)):
             if self.long is None and self.prompt(self.source.waiting[0]) > self.settings.prefill_chunk:
                 self.long = self.in_pieces(self.source.take([0])[0])
-            left -= self.next_piece(self.long) if self.long else self.next_group(room)
+            left -= self.next_piece(self.long) if self.long else self.next_group()
 
     def prompt(self, waiting: Waiting) -> int:
         return int(self.replay.prompt[waiting.request])
@@ -253,9 +255,9 @@ class _Engine:
             self.seat([long.waiting], long.capacity)
         return size
 
-    def next_group(self, room: int) -> int:
+    def next_group(self) -> int:
         """Takes in the first of the queue and others of its padded length; returns padded tokens."""
-        window = self.source.waiting[: room - int(self.held.sum())]
+        window = self.source.waiting[: self.slots - int(self.held.sum())]
         size = padded_length(self.prompt(window[0]))
         alike = [i for i, w in enumerate(window) if padded_length(self.prompt(w)) == size]
         group = self.source.take(alike[: GROUP if len(alike) >= GROUP else 1])
@@ -281,7 +283,7 @@ class _Engine:
     def decode(self) -> None:
         """Rounds without the host."""
         before = self.active.sum()
-        for _ in range(self.settings.rounds):
+        for _ in range(self.rounds):
             slots = np.flatnonzero(self.active)
             ended = len(slots) < before and bool(self.source.waiting or self.long)
             if not len(slots) or ended or self.starts(slots).max() > self.context - self.width:

@@ -12,7 +12,7 @@ from dspark_jax.evaluation.loads import Load, Waiting
 from dspark_jax.evaluation.simulator import SYSTEMS, EngineSettings, _Engine, simulate
 from tests.evaluation.tiny import curve, mixed, replay
 
-ONE = Load("file", 1, 1)
+ONE = Load("closed", 1, 1)
 SMALL = EngineSettings(slots=(1, 2, 4, 8))
 
 
@@ -22,7 +22,7 @@ def run(system, load, found, costs, settings=SMALL, **how):
 
 def engine(system, found, costs, settings, *requests):
     """An engine before the recorded `requests`, in this order."""
-    made = _Engine(system, Load("file", settings.slots[-1], len(requests)), found, costs, settings, 0)
+    made = _Engine(system, Load("open", 1e-30, len(requests)), found, costs, settings, 0)
     made.source.waiting = [Waiting(number, 0.0) for number in requests]
     return made
 
@@ -110,6 +110,16 @@ def test_a_long_prompt_comes_in_pieces_between_the_rounds_of_others():
     assert spent == [(1, 1, 4), (17, 1, 8), (21, 1, 12)]  # the first request ends with round 9, the other goes on
 
 
+def test_a_file_is_worked_off_with_looks_only_where_a_slot_ends():
+    """Two slots; requests of 3, 5 and 2 rounds: the third takes the first one's slot, and ends with the second."""
+    found = replay([[0] * 3, [0] * 5, [0] * 2])
+    made = _Engine("plain", Load("file", 2, 3), found, curve((2,)), replace(SMALL, host_seconds=0.25), 0)
+    made.source.waiting = [Waiting(number, 0.0) for number in range(3)]
+    while made.answered < 3:
+        made.iteration()
+    assert made.clock == 3 * 0.5 + 5 + 2 * 0.25 and made.slots == 2
+
+
 def test_more_slots_cost_a_copy_each_step_and_shrink_late():
     """From 1 to 4 slots in two steps, at 8 s each; back only after sixteen iterations that would fit fewer."""
     settings = replace(SMALL, slots=(1, 2, 4), rounds=1, resize_seconds=8.0)
@@ -176,7 +186,7 @@ def test_async_fills_the_bucket_of_two_rounds_before():
 @pytest.mark.parametrize("slots", [1, 3, 8])
 def test_every_token_of_every_request_is_produced(system, slots):
     found = mixed(30, 3)
-    costs = curve((1, 2, 4, 8), 3, draft=0.1, row=0.02)
+    costs = curve((slots,), 3, draft=0.1, row=0.02)
     result = run(system, Load("file", slots, 30), found, costs)
     assert result.tokens_per_second * result.seconds == pytest.approx(found.tokens.sum())
     assert result.requests == 30 and result.accepted_length >= 1
@@ -266,6 +276,7 @@ def test_loads_that_are_none_are_refused(kind, value, message):
         ({"slots": (2, 1)}, "ascending"),
         ({"rounds": 0}, "rounds 0"),
         ({"prefill_chunk": 0}, "prefill_chunk 0"),
+        ({"prefill_chunk": 500}, "prefill_chunk 500: must be a power of two"),
         ({"host_seconds": -1.0}, "host_seconds -1.0"),
         ({"mtp_draft_share": float("nan")}, "mtp_draft_share nan"),
         ({"threshold": 1.5}, "threshold 1.5"),
