@@ -20,7 +20,8 @@ from common import Case, Samples, load_models, machine, measure, of_turns, rando
 
 from dspark_jax.checkpoints.load import Drafter, Target
 from dspark_jax.data.prompts import read_prompts
-from dspark_jax.decoding.generate import Completion, Generator, Request, _run_rounds, capacity_for
+from dspark_jax.decoding.batching import run_many
+from dspark_jax.decoding.generate import Completion, Generator, Request, capacity_for
 from dspark_jax.decoding.sampling import SamplingParams, best_token
 from dspark_jax.decoding.state import DecodeState, Program, init_state, mask_padding
 from dspark_jax.decoding.step import draft
@@ -138,7 +139,7 @@ class Loop:
     def __post_init__(self) -> None:
         reach = max(self.rounds * 8, self.rounds * self.program.slots) + max(ROWS)
         capacity = capacity_for(self.context + reach)  # as generation would grow it, with and without a drafter alike
-        self.holder["state"] = init_state(self.program, 1, capacity, reach)
+        self.holder["state"] = init_state(self.program, 1, capacity)
 
     def take(self) -> DecodeState:
         """The state at the loop's beginning: one active request of `context` tokens that reaches no limit."""
@@ -153,8 +154,8 @@ class Loop:
 
         def call() -> DecodeState:
             rounds, until_free = jnp.int32(self.rounds), jnp.bool_(False)
-            state = _run_rounds(
-                self.target_params, self.draft_params, self.take(), rounds, until_free,
+            state, _ = run_many(
+                self.target_params, self.draft_params, self.take(), rounds, until_free, None,
                 program=self.program, buckets=buckets,
             )  # fmt: skip
             self.holder["state"] = state
@@ -236,11 +237,11 @@ def step_cases(target: Target, drafter: Drafter, options: Options) -> dict[str, 
     cases["x @ W.T, 1 row"] = (product_case(weights, 1, False), 1.0)
     plain, fast = Generator(target, stop_ids=()), Generator(target, drafter, stop_ids=())
     alone = Loop(target.params, {}, plain.program("greedy"), options.context, options.rounds)
-    cases["plain"] = (alone.real(plain.buckets or ()), n)
+    cases["plain"] = (alone.real(plain.buckets_of(1)), n)
     cases |= {f"verify {r}": (alone.of(verify_body(alone.program, r)), n) for r in ROWS}
-    program, bound = fast.program("greedy"), fast._draft_params
+    program, bound = fast.program("greedy"), fast.draft_params
     loop = Loop(target.params, bound, program, options.context, options.rounds)
-    cases["round"] = (loop.real(fast.buckets or ()), n)
+    cases["round"] = (loop.real(fast.buckets_of(1)), n)
     cases["round target"] = (loop.of(verify_body(program, program.slots)), n)
     cases["backbone"] = (loop.of(backbone_body(program)), n)
     cases["draft"] = (loop.of(draft_body(program, False)), n)

@@ -83,7 +83,7 @@ def single_step_body(program: Program) -> Body:
 def loop_of(target: Target, drafter: Drafter, options: Options) -> Loop:
     """A state of this drafter's program, for timed loops."""
     fast = Generator(target, drafter, stop_ids=())
-    return Loop(target.params, fast._draft_params, fast.program("greedy"), options.context, options.rounds)
+    return Loop(target.params, fast.draft_params, fast.program("greedy"), options.context, options.rounds)
 
 
 def any_body(program: Program) -> Body:

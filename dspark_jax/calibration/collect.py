@@ -17,11 +17,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from dspark_jax.decoding.generate import Completion, Generator, Request, _Run
-from dspark_jax.decoding.state import DecodeState
+from dspark_jax.decoding.batching import Batch
+from dspark_jax.decoding.generate import Completion, Generator, Request, mode_of
+from dspark_jax.decoding.rounds import Totals
+from dspark_jax.decoding.state import Program
 from dspark_jax.decoding.step import StepOutput, step
 from dspark_jax.drafters.config import DrafterConfig
 
@@ -157,40 +160,29 @@ def fingerprint(params: dict[str, Any]) -> str:
 
 
 @dataclass
-class _Recording(_Run):
-    """A run that takes one step at a time and keeps what each said."""
+class _Recording(Batch):
+    """A batch that takes one round at a time and keeps what each said."""
 
     rounds_seen: list[dict[str, np.ndarray]] = field(default_factory=list)
-    numbers: dict[str, int] = field(default_factory=dict)
 
-    def recorded(self, done: Callable[[Completion], object]) -> None:
-        """Decodes the whole queue, calling `done` with each request that ended."""
-        self.numbers = {request.id: i for i, request in enumerate(self.queue)}
-        state = self.empty_state()
-        while self.queue or self.slots:
-            state = self.fit(self.refill(state))
-            state = self.one_round(state)
-            counts = self.look(state)
-            for slot, work in self.slots.items():
-                work.length = int(counts.length[slot])
-            for completion in self.retire(counts):
-                done(completion)
-
-    def one_round(self, state: DecodeState) -> DecodeState:
-        """One step of all slots; the rounds of those at work are kept."""
-        g = self.generator
-        active, start, taken = jax.device_get((state.active, state.start, state.counters.rounds))
-        if not active.any():  # those that came in ended with their first token
-            return state
-        state, output = _step(
-            g.target.params, g._draft_params, state, program=self.program, bucket=(g.buckets or ())[-1]
-        )
-        self.keep(np.flatnonzero(active), start, taken, output)
-        return state
+    def _decode(self, rounds: int, program: Program) -> Totals:
+        """One round of all slots, whole blocks; the rounds of those at work are kept."""
+        g, buckets = self.generator, self.generator.buckets_of(self.size)
+        active, start, taken = jax.device_get((self.state.active, self.state.start, self.state.counters.rounds))
+        did = int(active.any())  # those that came in may have ended with their first token
+        if did:
+            self._state, output = _step(
+                g.target.params, g.draft_params, self.state, program=program, bucket=buckets[-1]
+            )
+            self.keep(np.flatnonzero(active), start, taken, output)
+        by_bucket = np.zeros(len(buckets), np.int32)
+        by_bucket[-1] = did
+        rows = jnp.int32(active.sum() * (program.slots if did else 0))
+        return Totals(jnp.int32(did), jnp.int32(did), jnp.asarray(by_bucket), rows, jnp.int32(active.sum()))
 
     def keep(self, slots: np.ndarray, start: np.ndarray, taken: np.ndarray, output: StepOutput) -> None:
         confidence, accepted, verified = jax.device_get((output.confidence, output.accepted, output.verified))
-        request = [self.numbers[self.slots[slot].request.id] for slot in slots.tolist()]
+        request = [self.slots[slot].ticket - 1 for slot in slots.tolist()]
         self.rounds_seen.append(
             {
                 "confidence": confidence[slots].astype(np.float32),
@@ -248,15 +240,17 @@ def collect(
         )
     plain = SimpleNamespace(config=config, params=drafter.params)
     generator = Generator(target, plain, batch_size=batch_size, seed=seed, stop_ids=stop_ids)
-    whole = generator._run(requests, None)
-    run = _Recording(generator, whole.program, whole.queue, None)
+    run = _Recording(generator, mode_of(requests))
+    for request in requests:
+        generator.check(request)
+        run.add(request)
     lengths = np.zeros((2, len(ids)), np.int32)  # of prompts and answers
-
-    def done(completion: Completion) -> None:
-        lengths[:, run.numbers[completion.id]] = completion.prompt_tokens, len(completion.token_ids)
-        progress(completion)
-
-    run.recorded(done)
+    while run.busy:
+        for event in run.advance(1):
+            if event.completion is not None:
+                done = event.completion
+                lengths[:, event.ticket - 1] = done.prompt_tokens, len(done.token_ids)
+                progress(done)
     return _as_records(run.rounds_seen, config, ids, domains, held_out, lengths, about or {}, fingerprint(plain.params))
 
 

@@ -1,11 +1,13 @@
 """Which prefix of each block is verified (section 3), and how the admitted tokens are packed into a bucket.
 
 Every schedule is non-anticipating: whether draft token k is verified depends on the confidences c_1..c_k only, and c_k
-reads x_{k-1} at the latest, never token k or anything drawn after it.
+reads x_{k-1} at the latest, never token k or anything drawn after it. `causal` and `async` share a budget of rows among
+the requests: see `decoding.budget`.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import jax
@@ -15,7 +17,10 @@ from dspark_jax.decoding.verify import leading_run
 from dspark_jax.models.attention import Packing, dense_packing
 
 Array = jax.Array
-Schedule = Literal["fixed", "threshold"]
+Schedule = Literal["fixed", "threshold", "causal", "async"]
+SCHEDULES: tuple[Schedule, ...] = ("fixed", "threshold", "causal", "async")
+BUDGETED: tuple[Schedule, ...] = ("causal", "async")  # those with a budget from the throughput curve
+_STEPS = (1.0, 1.25, 1.5)  # fine buckets between R and 2 R, then doublings with one between: 3, 4, 6, 8, 12 ... times R
 
 
 def verify_lengths(schedule: Schedule, confidence: Array, threshold: Array, room: Array) -> Array:
@@ -67,12 +72,24 @@ def pack_rows(lengths: Array, active: Array, slots: int, bucket: int) -> Packing
     return Packing(request, offset, jnp.minimum(row, bucket - 1).astype(jnp.int32))
 
 
-def buckets_for(requests: int, block: int) -> tuple[int, ...]:
-    """Row counts to compile for `requests` slots and blocks of `block` drafts: R to R * (block + 1), doubling."""
+def buckets_for(requests: int, block: int, fine: bool = False) -> tuple[int, ...]:
+    """Row counts to compile for `requests` slots and blocks of `block` drafts: R to R * (block + 1), doubling.
+
+    Args:
+        fine: 1.25, 1.5, 3 and 6 times R too, and so on, for schedules that choose among them (`BUDGETED`).
+    """
     full = requests * (block + 1)
-    sizes = []
-    size = requests
-    while size < full:
-        sizes.append(size)
+    factors = list(_STEPS) if fine else [1.0]
+    size = 2.0
+    while size < block + 1:
+        factors += [size, size * 1.5] if fine else [size]
         size *= 2
-    return (*sizes, full)
+    return tuple(sorted({min(math.ceil(f * requests), full) for f in factors} | {full}))
+
+
+def slots_for(requests: int, block: int, bucket: int) -> int:
+    """S, rows that one request can have in a bucket of a budgeted schedule: 1 in the smallest, then up to block + 1.
+
+    Attention computes S rows of every request, so small buckets leave out slots that hardly ever get there.
+    """
+    return max(1, min(block + 1, bucket - requests + 1, 2 * -(-bucket // requests)))

@@ -1,21 +1,20 @@
-"""What a batch of R request slots carries from step to step, and how requests enter it."""
+"""What a batch of R request slots carries from step to step, and what a decoding program is compiled for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.decoding.sampling import Mode, Sampling, choose
-from dspark_jax.decoding.schedule import Schedule
+from dspark_jax.decoding.budget import Past, init_past
+from dspark_jax.decoding.sampling import Mode, Sampling
+from dspark_jax.decoding.schedule import BUDGETED, Schedule, slots_for
 from dspark_jax.drafters import interface
-from dspark_jax.drafters.interface import AnyConfig, Committed
+from dspark_jax.drafters.interface import AnyConfig
 from dspark_jax.models import transformer
-from dspark_jax.models.attention import dense_packing
-from dspark_jax.models.cache import LayerCache, insert
+from dspark_jax.models.cache import LayerCache
 from dspark_jax.models.config import TransformerConfig
 
 Array = jax.Array
@@ -44,6 +43,12 @@ class Program:
         """S, rows that one request can have in a step: the anchor and gamma drafts."""
         return 1 + (self.drafter.block_size if self.drafter else 0)
 
+    def slots_in(self, bucket: int, requests: int) -> int:
+        """S of a step with `bucket` rows for `requests` slots: fewer in small buckets of a budgeted schedule."""
+        if self.drafter is None or self.schedule not in BUDGETED:
+            return self.slots
+        return slots_for(requests, self.drafter.block_size, bucket)
+
     @property
     def capture(self) -> tuple[int, ...]:
         """Target layers whose outputs the drafter reads."""
@@ -69,10 +74,10 @@ class DecodeState(NamedTuple):
     Attributes:
         target_cache: caches of T positions; positions below `start` count. draft_cache: the drafter's memory.
         anchor: int32 `[R]`, last committed token, in no cache yet. start: int32 `[R]`, its position.
-        tokens: int32 `[R, M]`, generated tokens so far (the first from prefill). length: int32 `[R]`, how many.
+        tokens: int32 `[R, T + S]`, generated tokens so far (the first from prefill). length: int32 `[R]`, how many.
         limit: int32 `[R]`, tokens to generate at most. active: bool `[R]`. stopped: bool `[R]`, ended by a stop token.
         threshold: float32 `[]`, of the `threshold` schedule.
-        sampling: settings by request. counters: statistics by request.
+        sampling: settings by request. counters: statistics by request. past: what budgets are forecast from.
     """
 
     target_cache: tuple[LayerCache, ...]
@@ -87,17 +92,7 @@ class DecodeState(NamedTuple):
     threshold: Array
     sampling: Sampling
     counters: Counters
-
-
-class NewRequests(NamedTuple):
-    """P requests to admit: right-padded prompts `ids [P, S]`, `lengths [P]`, `slots [P]` (R and above: nobody's),
-    `limit [P]` and `sampling` of P entries."""
-
-    ids: Array
-    lengths: Array
-    slots: Array
-    limit: Array
-    sampling: Sampling
+    past: Past
 
 
 def init_caches(program: Program, requests: int, capacity: int) -> tuple[tuple[LayerCache, ...], Any]:
@@ -108,8 +103,8 @@ def init_caches(program: Program, requests: int, capacity: int) -> tuple[tuple[L
     return target, interface.init_memory(program.drafter, requests, capacity, program.cache_dtype)
 
 
-def init_state(program: Program, requests: int, capacity: int, max_tokens: int, threshold: float = 0.0) -> DecodeState:
-    """R empty slots with caches of `capacity` tokens and room for `max_tokens` generated ones."""
+def init_state(program: Program, requests: int, capacity: int, threshold: float = 0.0) -> DecodeState:
+    """R empty slots with caches of `capacity` tokens."""
     ints = lambda: jnp.zeros((requests,), jnp.int32)  # noqa: E731
     floats = lambda value: jnp.full((requests,), value, jnp.float32)  # noqa: E731
     target_cache, draft_cache = init_caches(program, requests, capacity)
@@ -118,7 +113,7 @@ def init_state(program: Program, requests: int, capacity: int, max_tokens: int, 
         draft_cache=draft_cache,
         anchor=ints(),
         start=ints(),
-        tokens=jnp.zeros((requests, max_tokens + program.slots), jnp.int32),
+        tokens=jnp.zeros((requests, capacity + program.slots), jnp.int32),
         length=ints(),
         limit=ints(),
         active=jnp.zeros((requests,), bool),
@@ -126,6 +121,7 @@ def init_state(program: Program, requests: int, capacity: int, max_tokens: int, 
         threshold=jnp.float32(threshold),
         sampling=Sampling(floats(0), floats(1), ints(), floats(0), jnp.zeros((requests, 2), jnp.uint32)),
         counters=Counters(ints(), ints(), ints(), ints()),
+        past=init_past(requests, program.slots - 1),
     )
 
 
@@ -142,85 +138,3 @@ def mask_padding(logits: Array, config: TransformerConfig) -> Array:
     if config.num_tokens == config.vocab_size:
         return logits
     return jnp.where(jnp.arange(config.vocab_size)[:, None] < config.num_tokens, logits, -jnp.inf)
-
-
-class Prefilled(NamedTuple):
-    """P prompts after prefill: caches of the padded length, and the first sampled token `first [P]` (int32)."""
-
-    target_cache: tuple[LayerCache, ...]
-    draft_cache: Any
-    first: Array
-
-
-def prefill(target_params: Params, draft_params: Params, new: NewRequests, *, program: Program) -> Prefilled:
-    """Runs target and drafter over P prompts, and samples each one's first token."""
-    prompts, padded = new.ids.shape
-    packing = dense_packing(prompts, padded)
-    zero = jnp.zeros((prompts,), jnp.int32)
-    cache = transformer.init_target_cache(program.target, prompts, padded, program.cache_dtype)
-    hidden, cache = transformer.extend(
-        target_params, program.target, cache, new.ids.reshape(-1), zero, packing, program.capture
-    )
-    last = jnp.take(hidden.final, jnp.arange(prompts) * padded + new.lengths - 1, axis=1)  # [D, P]
-    logits = mask_padding(transformer.logits(target_params, last, program.target.final_softcap), program.target)
-    first = choose(logits, new.sampling, new.lengths, program.mode)  # [P]
-    context = ()
-    if program.drafter:
-        last_slot = new.lengths - 1
-        shifted = jnp.pad(new.ids[:, 1:], ((0, 0), (0, 1)))
-        following = jnp.where(jnp.arange(padded) == last_slot[:, None], first[:, None], shifted)  # [P, S]
-        seen = Committed(hidden, zero, new.ids[:, 0], following, last_slot, packing)
-        empty = interface.init_memory(program.drafter, prompts, padded, program.cache_dtype)
-        context = interface.ingest(program.drafter, draft_params, empty, seen)
-    return Prefilled(cache, context, first)
-
-
-def admit(state: DecodeState, new: NewRequests, ready: Prefilled, *, program: Program) -> DecodeState:
-    """Puts P prefilled requests into their slots.
-
-    A slot keeps nothing of the request that had it before: its length restarts, and what lies beyond it is never read.
-    """
-    first = ready.first
-    memory = state.draft_cache
-    if program.drafter:
-        memory = interface.insert(program.drafter, memory, ready.draft_cache, new.slots)
-    stopped = is_stop(first, program.stop_ids)
-    put = lambda old, value: old.at[new.slots].set(value, mode="drop")  # noqa: E731
-    return DecodeState(
-        target_cache=insert(state.target_cache, ready.target_cache, new.slots),
-        draft_cache=memory,
-        anchor=put(state.anchor, first),
-        start=put(state.start, new.lengths),
-        tokens=state.tokens.at[new.slots, 0].set(first, mode="drop"),
-        length=put(state.length, 1),
-        limit=put(state.limit, new.limit),
-        active=put(state.active, ~stopped & (new.limit > 1)),
-        stopped=put(state.stopped, stopped),
-        threshold=state.threshold,
-        sampling=Sampling(*(put(a, b) for a, b in zip(state.sampling, new.sampling, strict=True))),
-        counters=Counters(*(put(c, 0) for c in state.counters)),
-    )
-
-
-@partial(jax.jit, static_argnames=("shape",))
-def _resized(x: Array, shape: tuple[int, ...]) -> Array:
-    kept = x[tuple(slice(size) for size in shape)]
-    return jnp.pad(kept, [(0, size - old) for size, old in zip(shape, kept.shape, strict=True)])
-
-
-def with_capacity(state: DecodeState, capacity: int, program: Program) -> DecodeState:
-    """The state with caches of `capacity` positions: zeros are added, or the positions beyond are dropped.
-
-    The old caches are given up array by array, so that both never lie in memory together.
-    """
-
-    def resize(old: Array, wanted: jax.ShapeDtypeStruct) -> Array:
-        if old.shape == wanted.shape:
-            return old
-        new = _resized(old, wanted.shape)
-        old.delete()
-        return new
-
-    shapes = jax.eval_shape(partial(init_caches, program, state.anchor.shape[0], capacity))
-    target, draft = jax.tree.map(resize, (state.target_cache, state.draft_cache), shapes)
-    return state._replace(target_cache=target, draft_cache=draft)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dspark_jax.decoding.budget import fill, make_round
 from dspark_jax.decoding.sampling import (
     DRAW_ACCEPT,
     DRAW_DRAFT,
@@ -20,7 +21,7 @@ from dspark_jax.decoding.sampling import (
     distribution,
     uniforms,
 )
-from dspark_jax.decoding.schedule import cap_to_bucket, pack_rows, verify_lengths
+from dspark_jax.decoding.schedule import BUDGETED, cap_to_bucket, pack_rows, verify_lengths
 from dspark_jax.decoding.state import Counters, DecodeState, Program, is_stop, mask_padding
 from dspark_jax.decoding.verify import Verdict, accepted_length, next_distribution, verify_greedy
 from dspark_jax.drafters import interface
@@ -62,15 +63,30 @@ def draft(draft_params: Params, state: DecodeState, program: Program) -> Proposa
     return interface.propose(program.drafter, draft_params, state.draft_cache, state.anchor, state.start, draw)
 
 
-def admitted_lengths(proposal: Proposal, state: DecodeState, program: Program) -> Array:
-    """Draft tokens to verify, int32 `[R]`: the schedule's choice, within the token limit and the position limits."""
+def room_left(proposal: Proposal, state: DecodeState, program: Program) -> Array:
+    """Draft tokens that may be verified at most, int32 `[R]`: within the token limit and the position limits."""
     if program.drafter is None:
         return jnp.zeros_like(state.start)
     last_position = min(program.target.max_positions, program.drafter.max_positions) - 1
     room = jnp.minimum(state.limit - state.length - 1, last_position - state.start)
     if interface.may_abstain(program.drafter):
         room = jnp.minimum(room, interface.proposed(program.drafter, proposal))
-    return verify_lengths(program.schedule, proposal.confidence, state.threshold, room)
+    return room
+
+
+def admitted_lengths(proposal: Proposal, state: DecodeState, program: Program, bucket: int) -> Array:
+    """Draft tokens to verify in `bucket` rows, int32 `[R]`: the schedule's choice where the bucket is given.
+
+    With a budgeted schedule those of the greatest survival that fill it; else a prefix of each block, later requests'
+    cut where they do not fit.
+    """
+    room = room_left(proposal, state, program)
+    if program.drafter is None or program.schedule not in BUDGETED:
+        lengths = verify_lengths(program.schedule, proposal.confidence, state.threshold, room)
+        return cap_to_bucket(lengths, state.active, bucket)
+    now = make_round(state.active, room, (bucket,), program.drafter.block_size)
+    survival = jnp.cumprod(proposal.confidence, axis=1)
+    return fill(now, survival, jnp.zeros_like(room), jnp.int32(0))
 
 
 def judge(
@@ -106,21 +122,24 @@ def judge(
 
 
 def commit(
-    state: DecodeState, proposal: Proposal, lengths: Array, verdict: Verdict, program: Program
+    state: DecodeState, proposal: Proposal, lengths: Array, verdict: Verdict, program: Program, drafted: Array | int
 ) -> tuple[DecodeState, Array, Array]:
     """Moves lengths past the committed tokens, applies stop tokens and limits, writes the output.
+
+    `drafted`: tokens that each request drafted, for the counters.
 
     A stop token inside the accepted run ends the request there; a stop token before the length limit wins.
 
     Returns:
         The state (its caches as they were), committed tokens `[R, S]`, and how many of them count `[R]`.
     """
-    slots = jnp.arange(program.slots)
+    width = proposal.tokens.shape[1] + 1
+    slots = jnp.arange(width)
     padded = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
     run = jnp.where(slots == verdict.accepted[:, None], verdict.next_token[:, None], padded)  # [R, S]
     natural = verdict.accepted + 1
     stop = is_stop(run, program.stop_ids) & (slots < natural[:, None])
-    first_stop = jnp.where(jnp.any(stop, axis=1), jnp.argmax(stop, axis=1), program.slots)
+    first_stop = jnp.where(jnp.any(stop, axis=1), jnp.argmax(stop, axis=1), width)
     count = jnp.minimum(jnp.minimum(natural, first_stop + 1), state.limit - state.length)
     count = jnp.where(state.active, count, 0)
     stopped = state.active & (first_stop < count)
@@ -129,7 +148,7 @@ def commit(
     kept = jnp.take_along_axis(run, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     counters = Counters(
         state.counters.rounds + state.active,
-        state.counters.drafted + jnp.where(state.active, interface.proposed(program.drafter, proposal), 0),
+        state.counters.drafted + jnp.where(state.active, drafted, 0),
         state.counters.verified + jnp.where(state.active, lengths, 0),
         state.counters.accepted + jnp.minimum(count, verdict.accepted) * state.active,
     )
@@ -154,9 +173,18 @@ def verify_and_commit(
     *,
     program: Program,
     bucket: int,
+    drafted: Array | None = None,
 ) -> tuple[DecodeState, StepOutput]:
-    """The second half of a step, compiled once per bucket: target pass over the packed rows, acceptance, commit."""
-    packing = pack_rows(lengths, state.active, program.slots, bucket)
+    """The second half of a step, compiled once per bucket: target pass over the packed rows, acceptance, commit.
+
+    Args:
+        lengths: int32 `[R]`, at most `program.slots_in(bucket, R) - 1` each, and in all what the bucket holds.
+        drafted: bool `[]`, whether `proposal` is of this round; None: it is.
+    """
+    slots = program.slots_in(bucket, state.anchor.shape[0])
+    whole, proposal = proposal, leading_slots(proposal, slots - 1)
+    count = interface.proposed(program.drafter, whole)
+    packing = pack_rows(lengths, state.active, slots, bucket)
     block = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)  # [R, S]
     ids = block[packing.request, packing.offset]  # [B]
     hidden, target_cache = transformer.extend(
@@ -165,13 +193,25 @@ def verify_and_commit(
     logits = transformer.logits(target_params, hidden.final, program.target.final_softcap)
     logits = mask_padding(logits, program.target)  # [V, B]
     verdict = judge(logits, proposal, lengths, packing, state, program, draft_params)
-    new, run, count = commit(state, proposal, lengths, verdict, program)
+    tokens = count if drafted is None else count * drafted
+    new, run, kept = commit(state, proposal, lengths, verdict, program, tokens)
     draft_cache = proposal.cache
     if program.drafter:
         seen = Committed(hidden, state.start, state.anchor, run, verdict.accepted, packing)
         draft_cache = interface.ingest(program.drafter, draft_params, draft_cache, seen)
     new = new._replace(target_cache=target_cache, draft_cache=draft_cache)
-    return new, StepOutput(run, count, verdict.accepted, lengths, proposal.confidence, proposal.tokens)
+    run = jnp.pad(run, ((0, 0), (0, program.slots - slots)))
+    return new, StepOutput(run, kept, verdict.accepted, lengths, whole.confidence, whole.tokens)
+
+
+def leading_slots(proposal: Proposal, block: int) -> Proposal:
+    """The first `block` draft tokens of each request."""
+    if block == proposal.tokens.shape[1]:
+        return proposal
+    tokens, token_probs, confidence = (
+        x[:, :block] for x in (proposal.tokens, proposal.token_probs, proposal.confidence)
+    )
+    return Proposal(tokens, token_probs, proposal.probs[:block], confidence, proposal.cache)
 
 
 def step(
@@ -181,80 +221,8 @@ def step(
 
     Args:
         target_params: the target's pytree. draft_params: the drafter's (`interface.bind`), {} without one.
-        program, bucket: static. Verify lengths are cut where they would not fit into the bucket.
+        program, bucket: static. See `admitted_lengths`.
     """
     proposal = draft(draft_params, state, program)
-    lengths = cap_to_bucket(admitted_lengths(proposal, state, program), state.active, bucket)
+    lengths = admitted_lengths(proposal, state, program, bucket)
     return verify_and_commit(target_params, draft_params, state, proposal, lengths, program=program, bucket=bucket)
-
-
-def verify_in_bucket(
-    target_params: Params,
-    draft_params: Params,
-    state: DecodeState,
-    proposal: Proposal,
-    lengths: Array,
-    program: Program,
-    buckets: tuple[int, ...],
-) -> DecodeState:
-    """`verify_and_commit` in the smallest bucket that holds the admitted rows.
-
-    A loop for each bucket, of which one runs, once: `lax.switch` would copy all caches, into and out of its branches.
-    """
-    rows = jnp.sum(jnp.where(state.active, lengths + 1, 0))
-    index = jnp.sum(jnp.asarray(buckets) < rows)
-    state, proposal = state._replace(draft_cache=proposal.cache), proposal._replace(cache=())  # one owner of the cache
-    carry = (index, state)
-    for number, size in enumerate(buckets):
-
-        def chosen(carry: tuple[Array, DecodeState], number: int = number) -> Array:
-            return carry[0] == number
-
-        def once(carry: tuple[Array, DecodeState], size: int = size) -> tuple[Array, DecodeState]:
-            now = carry[1]
-            block = proposal._replace(cache=now.draft_cache)
-            new, _ = verify_and_commit(target_params, draft_params, now, block, lengths, program=program, bucket=size)
-            return jnp.full_like(index, -1), new
-
-        carry = jax.lax.while_loop(chosen, once, carry)
-    return carry[1]
-
-
-def run_rounds(
-    target_params: Params,
-    draft_params: Params,
-    state: DecodeState,
-    rounds: Array,
-    until_free: Array,
-    *,
-    program: Program,
-    buckets: tuple[int, ...],
-) -> DecodeState:
-    """Keeps the loop on the device: up to `rounds` steps, each in the smallest bucket that holds what is admitted.
-
-    It ends early where the caches have no room for one more step of every active request.
-
-    Args:
-        rounds: int32 `[]`, most steps to take.
-        until_free: bool `[]`, stop as soon as a slot that was active has ended (so that the host can refill it).
-        buckets: ascending row counts; the last holds everything.
-    """
-    before = jnp.sum(state.active)
-    last = state.target_cache[0].keys.shape[1] - program.slots  # where the last step that fits begins
-
-    def go_on(carry: tuple[Array, DecodeState]) -> Array:
-        taken, now = carry
-        busy = jnp.sum(now.active)
-        fits = jnp.all(~now.active | (now.start <= last))
-        return (taken < rounds) & (busy > 0) & fits & ((busy == before) | ~until_free)
-
-    def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
-        taken, now = carry
-        whole = program.schedule == "fixed" and not interface.may_abstain(program.drafter)
-        if whole or len(buckets) == 1:
-            return taken + 1, step(target_params, draft_params, now, program=program, bucket=buckets[-1])[0]
-        proposal = draft(draft_params, now, program)
-        lengths = cap_to_bucket(admitted_lengths(proposal, now, program), now.active, buckets[-1])
-        return taken + 1, verify_in_bucket(target_params, draft_params, now, proposal, lengths, program, buckets)
-
-    return jax.lax.while_loop(go_on, body, (jnp.int32(0), state))[1]

@@ -141,7 +141,7 @@ def compile_decode(
     """
     drafter, dtype = drafter_config(config.drafter, target), dtype_of(config, topology)
     requests = settings.requests or _REQUESTS * len(topology.devices)
-    job = DecodeJob(target, drafter, dtype, requests, settings.context, settings.context, settings.sampling)
+    job = DecodeJob(target, drafter, dtype, requests, settings.context, settings.sampling)
     hbm = memory_limit(settings, topology)
     axes = given_mesh(settings, config, topology) if settings.mesh.given else None
     given = None if axes is None else Candidate(MeshShape(**axes))

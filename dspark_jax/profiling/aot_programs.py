@@ -12,12 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from dspark_jax import sharding
 from dspark_jax.data.pipeline import HostBatch
 from dspark_jax.data.quantized import quantize, scale_group
+from dspark_jax.decoding.placement import places
 from dspark_jax.decoding.sampling import Mode
 from dspark_jax.decoding.schedule import Schedule, buckets_for
 from dspark_jax.decoding.state import DecodeState, Program, init_state
@@ -132,7 +133,7 @@ class DecodeJob:
 
     Attributes:
         target, drafter: configs. dtype: of weights and caches. requests: R, decoded together. context: tokens that the
-            caches hold for each. max_tokens: most tokens of an answer. mode: the sampling program. schedule: of drafts.
+            caches hold for each. mode: the sampling program. schedule: of drafts.
     """
 
     target: TransformerConfig
@@ -140,7 +141,6 @@ class DecodeJob:
     dtype: DTypeLike
     requests: int
     context: int
-    max_tokens: int
     mode: Mode = "greedy"
     schedule: Schedule = "fixed"
 
@@ -161,8 +161,8 @@ class DecodeJob:
         own = jax.eval_shape(self._own, target_shapes(self.target, self.dtype))
         weights = target_shapes(self.target, self.dtype), own
         placed = sharding.abstract(weights, sharding.shardings(weights, mesh))
-        state = jax.eval_shape(partial(init_state, self._program, self.requests, self.context, self.max_tokens))
-        return *placed, sharding.abstract(state, self._places(state, mesh))
+        state = jax.eval_shape(partial(init_state, self._program, self.requests, self.context))
+        return *placed, sharding.abstract(state, places(state, self.requests, mesh))
 
     def lower(self, mesh: Mesh, bucket: int) -> Any:
         """The lowered step with `bucket` rows; the state is donated."""
@@ -191,18 +191,6 @@ class DecodeJob:
         bound = bind(trained, target["embed"], transformer.head_weight(target))
         shared = {"embed"} if self.drafter.trims_vocabulary else {"embed", "head"}
         return {name: part for name, part in bound.items() if name not in shared}
-
-    def _places(self, state: DecodeState, mesh: Mesh) -> DecodeState:
-        """Requests are split over `data` and `fsdp`; caches over `tensor` too, where that divides them."""
-        shares = mesh.shape["data"] * mesh.shape["fsdp"]
-
-        def place(leaf: Any) -> NamedSharding:
-            if not leaf.shape or leaf.shape[0] % shares:
-                return sharding.replicated(mesh)
-            everywhere = len(leaf.shape) > 2 and self.requests % mesh.size == leaf.shape[0] % mesh.size == 0
-            return NamedSharding(mesh, PartitionSpec(sharding.AXES if everywhere else sharding.RULES["batch"]))
-
-        return jax.tree.map(place, state)
 
 
 def target_shapes(config: TransformerConfig, dtype: DTypeLike) -> Params:

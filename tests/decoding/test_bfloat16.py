@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dspark_jax.decoding.generate import Generator, Request, _run_rounds
+from dspark_jax.decoding.batching import run_many
+from dspark_jax.decoding.generate import Generator, Request
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.decoding.state import init_state
 from tests.decoding.tiny import VOCAB, tiny_drafter, tiny_target
@@ -39,15 +40,16 @@ def test_products_of_weights_stay_bfloat16(speculative: bool) -> None:
     """A transposed operand anywhere upstream makes XLA multiply in float32, weights and all, without a word."""
     generator = Generator(in_bfloat16(tiny_target()), in_bfloat16(tiny_drafter()) if speculative else None, stop_ids=())
     program = generator.program("greedy")
-    state = init_state(program, 1, 64, 16)
-    program = _run_rounds.lower(
+    state = init_state(program, 1, 64)
+    program = run_many.lower(
         generator.target.params,
-        generator._draft_params,
+        generator.draft_params,
         state,
         jnp.int32(4),
         jnp.bool_(False),
+        None,
         program=program,
-        buckets=generator.buckets,
+        buckets=generator.buckets_of(1),
     ).compile()
     target_products = 4 * 2 + 1  # qkv, o, gate and up, down of two layers, and the head
     drafter_products = 2 + 5 + 2  # fc and kv of the features; q, kv, o, gate and up, down; head and W2

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.decoding import generate as generate_module
+from dspark_jax.decoding.batching import run_admit, run_many
 from dspark_jax.decoding.generate import Generator
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.drafters.ngram import NgramConfig, last_match, propose
@@ -59,10 +59,10 @@ def test_greedy_equals_plain_decoding_and_nothing_compiles_twice(plain: dict[str
     done = run(generator, GREEDY)
     assert {key: one.token_ids for key, one in done.items()} == plain
     assert all(one.drafted % BLOCK == 0 and one.verified <= one.drafted for one in done.values())
-    before = generate_module._run_rounds._cache_size(), generate_module._admit._cache_size()
+    before = run_many._cache_size(), run_admit._cache_size()
     again = tokens_of(generator, GREEDY[::-1])
     assert again == plain
-    assert (generate_module._run_rounds._cache_size(), generate_module._admit._cache_size()) == before
+    assert (run_many._cache_size(), run_admit._cache_size()) == before
 
 
 def test_seeds_decide_whatever_the_batch() -> None:

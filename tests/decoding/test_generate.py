@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.checkpoints.load import load_drafter, load_target
-from dspark_jax.decoding import generate as generate_module
-from dspark_jax.decoding import state as state_module
+from dspark_jax.decoding import batching, resize
 from dspark_jax.decoding.generate import Completion, Generator, Request
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.decoding.state import init_state
@@ -157,9 +156,9 @@ def test_near_the_last_position(plain: dict[str, list[int]]) -> None:
     assert done.token_ids == plain["3"] and done.verified < done.drafted
     program = Generator(short, DRAFTER, stop_ids=()).program("greedy")
     starts = jnp.arange(14)
-    state = init_state(program, 14, 32, 64)._replace(start=starts, limit=jnp.full(14, 64))
+    state = init_state(program, 14, 32)._replace(start=starts, limit=jnp.full(14, 64))
     ones = jnp.ones((14, BLOCK))
-    lengths = admitted_lengths(Proposal(ones.astype(jnp.int32), ones, ones, ones, ()), state, program)
+    lengths = admitted_lengths(Proposal(ones.astype(jnp.int32), ones, ones, ones, ()), state, program, 56)
     np.testing.assert_array_equal(lengths, np.clip(11 - np.arange(14), 0, BLOCK))
 
 
@@ -218,7 +217,7 @@ def test_listener(plain: dict[str, list[int]]) -> None:
 
 def compiled() -> list[int]:
     """How many programs there are of each kind."""
-    kinds = (generate_module._prefill, generate_module._admit, generate_module._run_rounds, state_module._resized)
+    kinds = (batching.run_prefill, batching.run_admit, batching.run_many, resize._resized)
     return [kind._cache_size() for kind in kinds]
 
 
@@ -242,15 +241,15 @@ def test_caches_follow_the_texts(monkeypatch: pytest.MonkeyPatch, options: dict)
     requests = [Request(str(i), PROMPTS[i], SamplingParams(max_tokens=50 - 20 * (i % 2))) for i in range(4)]
     one = generator(**options)
     large = tokens_of(one, requests)
-    monkeypatch.setattr(generate_module, "_SMALLEST", 32)
+    monkeypatch.setattr(batching, "_SMALLEST", 32)
     one.warm_up(requests)
     before, sizes = compiled(), []
 
     def with_capacity(state, capacity, program):
         sizes.append(capacity)
-        return state_module.with_capacity(state, capacity, program)
+        return resize.with_capacity(state, capacity, program)
 
-    monkeypatch.setattr(generate_module, "with_capacity", with_capacity)
+    monkeypatch.setattr(batching, "with_capacity", with_capacity)
     assert tokens_of(one, requests) == large
     assert sizes[:3] == [32, 48, 64] and (one.batch_size > 1 or 32 in sizes[3:])
     assert compiled() == before
@@ -259,9 +258,9 @@ def test_caches_follow_the_texts(monkeypatch: pytest.MonkeyPatch, options: dict)
 def test_packed_equals_dense() -> None:
     """A step in a bucket of 6 rows does what the dense one of 8 does, where the drafts fit."""
     program = generator(batch_size=2, schedule="threshold").program("greedy")
-    params = generator(batch_size=2)._draft_params
+    params = generator(batch_size=2).draft_params
     rng = np.random.default_rng(0)
-    state = init_state(program, 2, 32, 40, 0.5)
+    state = init_state(program, 2, 32, 0.5)
     noise = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)  # noqa: E731
     state = state._replace(
         target_cache=jax.tree.map(noise, state.target_cache),

@@ -9,9 +9,10 @@ import pytest
 from scipy.stats import chisquare
 
 from dspark_jax.decoding import step as step_module
+from dspark_jax.decoding.admission import NewRequests, admit, prefill
+from dspark_jax.decoding.rounds import run_rounds
 from dspark_jax.decoding.sampling import Sampling
-from dspark_jax.decoding.state import NewRequests, Program, admit, init_state, prefill
-from dspark_jax.decoding.step import run_rounds
+from dspark_jax.decoding.state import Program, init_state
 from dspark_jax.drafters.dspark import bind
 from dspark_jax.models import transformer
 from tests.decoding.test_sampling import filter_reference
@@ -60,12 +61,12 @@ def simulate(drafter, schedule="fixed", mode="plain", settings=((1.0, 1.0, 0, 0.
 
     @jax.jit  # a fresh program each time, so that patched rules are traced
     def whole():
-        state = init_state(program, REQUESTS, 24, limit, confidence)
+        state = init_state(program, REQUESTS, 24, confidence)
         ready = prefill(TARGET.params, params, new, program=program)
         state = admit(state, new, ready, program=program)
         sizes = tuple(REQUESTS * b for b in (buckets or (program.slots,)))
         most, until_free = jnp.int32(LENGTH - 1), jnp.bool_(False)
-        state = run_rounds(TARGET.params, params, state, most, until_free, program=program, buckets=sizes)
+        state, _ = run_rounds(TARGET.params, params, state, most, until_free, program=program, buckets=sizes)
         return state.tokens, state.counters
 
     tokens, counters = jax.device_get(whole())

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from dspark_jax.checkpoints.load import load_drafter, load_target
+from dspark_jax.decoding.admission import NewRequests, admit, prefill
 from dspark_jax.decoding.generate import Generator, Request
 from dspark_jax.decoding.sampling import Sampling, SamplingParams
-from dspark_jax.decoding.state import NewRequests, Program, admit, init_state, prefill
+from dspark_jax.decoding.state import Program, init_state
 from dspark_jax.decoding.step import step
 from dspark_jax.drafters.dspark import bind, propose
 from dspark_jax.drafters.heads import head_step, markov_bias
@@ -64,7 +65,7 @@ def start(name: str, trace, meta):
     sampling = Sampling(jnp.zeros(1), jnp.ones(1), jnp.zeros(1, jnp.int32), jnp.zeros(1), jnp.zeros((1, 2), jnp.uint32))
     lengths = jnp.asarray([prompt.shape[1]])
     new = NewRequests(padded, lengths, jnp.asarray([0]), jnp.asarray([NEW_TOKENS]), sampling)
-    state = init_state(program, 1, CAPACITY, NEW_TOKENS, meta["confidence_threshold"])
+    state = init_state(program, 1, CAPACITY, meta["confidence_threshold"])
     ready = run_prefill(target.params, params, new, program=program)
     return SimpleNamespace(
         target=target, params=params, program=program, state=run_admit(state, new, ready, program=program)

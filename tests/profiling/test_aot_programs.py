@@ -81,7 +81,7 @@ def test_a_decoding_step_has_each_array_once(drafter: DrafterSettings) -> None:
     """The drafter's own arrays and the target's are all that a generator binds together; the state is a real one's."""
     config = drafter_config(drafter, TARGET)
     mesh = make_mesh(MeshShape(2, 1, 2), jax.devices()[:4])
-    job = DecodeJob(TARGET, config, jnp.bfloat16, requests=4, context=32, max_tokens=32)
+    job = DecodeJob(TARGET, config, jnp.bfloat16, requests=4, context=32)
     target, own, state = job.arguments(mesh)
     real_target = transformer.init_params(TARGET, jax.random.key(0), jnp.bfloat16)
     trained = init_params(config, jax.random.key(1), jnp.bfloat16)
@@ -95,7 +95,7 @@ def test_a_decoding_step_has_each_array_once(drafter: DrafterSettings) -> None:
 
     assert sizes(target) == sizes(real_target)
     assert sizes(own) == sizes({name: part for name, part in bound.items() if name not in borrowed})
-    assert sizes(state) == sizes(init_state(job._program, 4, 32, 32))
+    assert sizes(state) == sizes(init_state(job._program, 4, 32))
     assert job.buckets == (4, 8, 16)
 
 
@@ -120,4 +120,4 @@ def test_meshes_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match="batch_size 8: must be a multiple of"):
         TrainJob(settings(), TARGET, config, jnp.float32).check(mesh, 2)
     with pytest.raises(ValueError, match="requests 4: must be a multiple of data x fsdp = 8"):
-        DecodeJob(TARGET, config, jnp.float32, 4, 32, 32).check(mesh)
+        DecodeJob(TARGET, config, jnp.float32, 4, 32).check(mesh)

@@ -1,0 +1,42 @@
+"""What goes into a batch and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dspark_jax.decoding.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, tokenised, with its sampling settings."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+
+
+@dataclass
+class Completion:
+    """What came out of one request.
+
+    Attributes:
+        token_ids: generated tokens, the stop token included. finish_reason: "stop", "length" or "cancelled".
+        rounds: steps after the prefill. drafted, verified, accepted: draft tokens proposed, looked at by the target,
+            and committed. seconds: wall time from admission to the end, prefill included.
+    """
+
+    id: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    rounds: int
+    drafted: int
+    verified: int
+    accepted: int
+    seconds: float
+
+    @property
+    def accepted_length(self) -> float:
+        """Committed tokens per round, bonus token included; the token from prefill belongs to no round."""
+        return (len(self.token_ids) - 1) / self.rounds if self.rounds else 0.0
