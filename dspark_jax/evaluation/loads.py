@@ -40,11 +40,6 @@ class Load:
         if self.kind == "file" and self.warm_up:
             raise ValueError(f"warm_up {self.warm_up}: a file is measured whole, must be 0")
 
-    @property
-    def total(self) -> int:
-        """Answers in all."""
-        return self.requests + self.warm_up
-
 
 class Waiting(NamedTuple):
     """A request in the queue: the number of the recorded one that it repeats, and the second at which it came."""

@@ -10,16 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dspark_jax.decoding.budget import FIRST_SURVIVAL, PROBE
 from dspark_jax.decoding.curve import RoundSeconds
+from dspark_jax.decoding.schedule import slots_for
 
-PROBE = 32  # rounds without a draft in a row, the last of which drafts anyway
-FIRST_SURVIVAL = 0.7  # per token, before anything is known
 WEIGHT = 0.05  # of a round in the running mean
-
-
-def slots_for(requests: int, block: int, bucket: int) -> int:
-    """S of a bucket."""
-    return max(1, min(block + 1, bucket - requests + 1, 2 * -(-bucket // requests)))
 
 
 class Buckets(NamedTuple):
@@ -89,8 +84,9 @@ def drafting_pays(gains: np.ndarray, active: int, buckets: Buckets) -> bool:
 def causal_lengths(survival: np.ndarray, room: np.ndarray, past_gains: np.ndarray, buckets: Buckets) -> np.ndarray:
     """Algorithm 1 on a staircase: draft tokens to verify, int64 `[n]`.
 
-    From a filled bucket the walk goes on to the later one with the best forecast, where that is better than to stay. A
-    token of the forecast is worth what the round before had at its rank, never more than the next token in line.
+    From a filled bucket the walk goes on to the later one with the best forecast, where that is better than to stay. In
+    the forecast the next token in line is worth what it is, and those behind it what the round before had in these
+    rows on average, never more than the next.
 
     Args:
         survival: `[n, K]`, of this round. room: int64 `[n]`. past_gains: `[b]`, of the round before.
@@ -105,8 +101,9 @@ def causal_lengths(survival: np.ndarray, room: np.ndarray, past_gains: np.ndarra
         waiting = np.arange(block) == lengths[:, None]  # the next token of each request
         next_up = float(survival[waiting & (lengths < room)[:, None]].max(initial=0.0))
         gain = float(survival[np.arange(block) < lengths[:, None]].sum())
-        more = np.minimum(past_gains - past_gains[here], next_up * (buckets.rows - buckets.rows[here]))
-        forecast = rates(gain + np.maximum(more, 0.0), active, buckets)
+        rows = np.maximum(buckets.rows - buckets.rows[here], 1)
+        others = np.maximum((past_gains - past_gains[here]) / rows, 0.0)  # each
+        forecast = rates(gain + next_up + (rows - 1) * np.minimum(others, next_up), active, buckets)
         best = here + 1 + int(np.argmax(forecast[here + 1 :]))
         if not forecast[best] > rates(gain, active, buckets)[here]:
             return lengths

@@ -21,7 +21,7 @@ import numpy as np
 
 from dspark_jax.decoding.curve import Curve
 from dspark_jax.decoding.generate import capacity_for, padded_length
-from dspark_jax.decoding.schedule import buckets_for
+from dspark_jax.decoding.schedule import BUDGETED, buckets_for
 from dspark_jax.evaluation import schedules
 from dspark_jax.evaluation.loads import Load, Source, Waiting
 from dspark_jax.evaluation.replay import Replay
@@ -93,13 +93,13 @@ def round_costs(
 ) -> RoundCosts:
     """What rounds of a system cost with R `slots` and caches of `context` tokens, blocks of K = `block` tokens.
 
-    The budgeted schedules have the curve's buckets; `threshold` has doublings; the others verify in one bucket.
+    The budgeted schedules have fine buckets and `threshold` doublings, as the engine; the others verify in one bucket.
     """
-    if system in ("causal", "async", "plain"):
-        seconds = curve.costs(slots, context)
-        return RoundCosts(schedules.make_buckets(slots, block, seconds), seconds.draft)
-    drafts = 1 if system == "mtp1" else block
     draft = curve.costs(slots, context).draft
+    if system in BUDGETED:
+        seconds = curve.costs(slots, context, buckets_for(slots, block, fine=True))
+        return RoundCosts(schedules.make_buckets(slots, block, seconds), draft)
+    drafts = 1 if system == "mtp1" else block
     sizes = buckets_for(slots, block) if system == "threshold" else (slots * (drafts + 1),)
     seconds = curve.costs(slots, context, sizes)
     drafted = seconds.drafted
@@ -147,7 +147,7 @@ def simulate(
         raise ValueError(f"system {system!r}: must be one of {', '.join(SYSTEMS)}")
     check_curve(curve, replay.block, settings, load)
     engine = _Engine(system, load, replay, curve, settings, seed)
-    while engine.answered < load.total:
+    while engine.tally.answers < load.requests:
         engine.iteration()
     what = {"system": system, "kind": load.kind, "load": load.value * (1 if load.kind == "file" else replicas)}
     return engine.tally.result(engine.clock, replicas, **what)

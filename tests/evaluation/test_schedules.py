@@ -51,30 +51,30 @@ def test_a_bucket_is_filled_within_its_rows_caps_and_the_room():
 
 
 def test_causal_stops_before_an_edge_that_does_not_pay():
-    """2.7 tokens in 1 s beat a forecast of 3.4 or 4 tokens in 1.5 s."""
-    buckets = one_slot(1, 1, 1, 1.5, 1.5)
+    """2.7 tokens in 1 s beat a forecast of 3.4 or 4.05 tokens in 1.6 s."""
+    buckets = one_slot(1, 1, 1, 1.6, 1.6)
     assert causal_lengths(SURVIVAL, ROOM, gains_of(SURVIVAL, buckets), buckets).tolist() == [2]
 
 
 def test_causal_crosses_an_edge_that_the_past_promises_to_pay():
-    """3.4 tokens in 1.4 s do not beat 2.7 in 1 s, but 4.0 do: the walk looks past the first bucket behind the edge."""
+    """At 1.4 s the first bucket behind the edge does not pay (3.4 tokens), the second does (4.05)."""
     buckets = one_slot(1, 1, 1, 1.4, 1.4)
     assert causal_lengths(SURVIVAL, ROOM, gains_of(SURVIVAL, buckets), buckets).tolist() == [4]
-    low = gains_of([[0.9, 0.8, 0.3, 0.1]], buckets)
-    assert causal_lengths(SURVIVAL, ROOM, low, buckets).tolist() == [2]  # the round before promised less
+    low = gains_of([[0.9, 0.8, 0.3, 0.1]], buckets)  # the round before promised less: 3.6
+    assert causal_lengths(SURVIVAL, ROOM, low, buckets).tolist() == [2]
 
 
 def test_causal_reads_no_further_than_the_next_token():
-    """What lies behind the next token in line changes nothing: the forecast is the past's, bounded by that token."""
+    """What lies behind the next token in line changes nothing: the past stands in for it, bounded by that token."""
     buckets = one_slot(1, 1, 1, 1.4, 1.4)
     past = gains_of([[0.9, 0.8, 0.3, 0.1]], buckets)
     for beyond in (0.0, 0.3, 0.7):
         other = np.array([[0.9, 0.8, 0.7, beyond]])
         assert causal_lengths(other, ROOM, past, buckets).tolist() == [2]
-    buckets = one_slot(1, 1, 1, 1.35, 1.35)
-    past = gains_of([[0.9, 0.9, 0.5, 0.45]], buckets)  # from three rows on, 0.95 for two more
-    assert causal_lengths(np.array([[0.9, 0.5, 0.48, 0.1]]), ROOM, past, buckets).tolist() == [4]  # at most 0.96
-    assert causal_lengths(np.array([[0.9, 0.5, 0.2, 0.1]]), ROOM, past, buckets).tolist() == [2]  # at most 0.4
+    buckets = one_slot(1, 1, 1, 1.46, 1.46)
+    past = gains_of([[0.9, 0.9, 0.55, 0.55]], buckets)
+    assert causal_lengths(np.array([[0.9, 0.8, 0.7, 0.1]]), ROOM, past, buckets).tolist() == [4]  # 3.95 tokens
+    assert causal_lengths(np.array([[0.9, 0.8, 0.2, 0.1]]), ROOM, past, buckets).tolist() == [2]  # 3.1
 
 
 def test_async_takes_the_bucket_of_the_past_and_the_tokens_of_now():

@@ -9,7 +9,7 @@ import pytest
 
 from dspark_jax.decoding import budget
 from dspark_jax.decoding.curve import RoundSeconds
-from dspark_jax.decoding.schedule import buckets_for, slots_for
+from dspark_jax.decoding.schedule import buckets_for
 from dspark_jax.evaluation import schedules
 
 BLOCK = 4
@@ -81,11 +81,3 @@ def test_the_past_is_kept_alike():
         for name in ("older", "newer", "mean"):
             assert getattr(mine, name) == pytest.approx(np.asarray(getattr(theirs, name)), abs=1e-5)
         assert mine.idle == int(theirs.idle)
-
-
-def test_constants_are_the_same():
-    assert (schedules.PROBE, schedules.FIRST_SURVIVAL) == (budget.PROBE, budget.FIRST_SURVIVAL)
-    for slots in (1, 3, 64):
-        sizes = buckets_for(slots, BLOCK, fine=True)
-        made = schedules.make_buckets(slots, BLOCK, RoundSeconds(sizes, np.ones(len(sizes)), 1.0))
-        assert made.caps.tolist() == [slots_for(slots, BLOCK, size) - 1 for size in sizes]
