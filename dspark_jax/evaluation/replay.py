@@ -1,14 +1,19 @@
 """Recorded rounds as something to serve again: requests of known lengths, and what each round would have accepted.
 
-A round of a simulated request at text position p is the recorded one whose anchor lies nearest at or before p. Records
-hold rounds that verified whole blocks; with l tokens verified the replay accepts min(accepted, l). Near a limit records
-verified less; beyond that, acceptance is drawn from the calibrated confidences.
+A round of a simulated request at text position p is the recorded one whose anchor lies nearest at or before p, say d
+tokens before: what its block says about the tokens behind p is replayed. Of l verified tokens min(accepted - d, l) are
+accepted, so a request whose blocks are cut comes to each recorded rejection, as one whose blocks are not. (Were it
+min(accepted, l), it would meet easy stretches more often than they are: by 8 % more tokens a round at l = 1.)
+
+What a block says nothing about is drawn from its calibrated confidences, beyond its end from the last one: tokens
+behind one that was accepted whole, and those that were not verified because the limit was near.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,12 +46,20 @@ class Calibration:
         return 1 / (1 + np.exp(-z))
 
 
+class Moment(NamedTuple):
+    """Where m requests are: int64 `[m]`, the number of each one's round, and how many tokens before its anchor lies."""
+
+    rounds: np.ndarray
+    offsets: np.ndarray
+
+
 @dataclass(frozen=True)
 class Replay:
     """Q requests and their n recorded rounds of blocks of K tokens.
 
     Attributes:
-        confidence: float64 `[n, K]`, calibrated. survival: its cumulative product. accepted, verified: int64 `[n]`.
+        confidence: float64 `[n, K]`, calibrated. accepted, verified: int64 `[n]`, draft tokens. position: int64 `[n]`,
+            of the anchor.
         prompt, tokens: int64 `[Q]`, lengths of prompt and answer. limit: int64 `[Q]`, most tokens of the answer that a
             server would expect: what a stop token cut short had more.
         first: int64 `[Q]`, where each request's entries of `at` begin. at: int64, the round by tokens generated so far,
@@ -54,9 +67,9 @@ class Replay:
     """
 
     confidence: np.ndarray
-    survival: np.ndarray
     accepted: np.ndarray
     verified: np.ndarray
+    position: np.ndarray
     prompt: np.ndarray
     tokens: np.ndarray
     limit: np.ndarray
@@ -73,21 +86,27 @@ class Replay:
         """Q."""
         return len(self.prompt)
 
-    def rounds(self, request: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """Numbers of the rounds, int64 `[m]`, of `request [m]` with `length [m]` tokens generated."""
-        return self.at[self.first[request] + length - 1]
+    def moment(self, request: np.ndarray, length: np.ndarray) -> Moment:
+        """Where `request [m]` are with `length [m]` tokens generated."""
+        rounds = self.at[self.first[request] + length - 1]
+        return Moment(rounds, self.prompt[request] + length - 1 - self.position[rounds])
 
-    def accept(self, rounds: np.ndarray, lengths: np.ndarray, draws: np.random.Generator) -> np.ndarray:
-        """Accepted draft tokens, int64 `[m]`, of `rounds [m]` when `lengths [m]` tokens of each are verified."""
-        accepted = np.minimum(self.accepted[rounds], lengths)
-        untold = (accepted == self.verified[rounds]) & (lengths > accepted)
-        if untold.any():
-            which = rounds[untold]
-            slot = np.arange(self.block)
-            survives = draws.random((len(which), self.block)) < self.confidence[which]
-            survives |= slot < self.verified[which, None]
+    def confidences(self, now: Moment) -> np.ndarray:
+        """Conditional survival probabilities of the next K tokens, float64 `[m, K]`."""
+        slot = np.minimum(now.offsets[:, None] + np.arange(self.block), self.block - 1)
+        return self.confidence[now.rounds[:, None], slot]
+
+    def accept(self, now: Moment, lengths: np.ndarray, draws: np.random.Generator) -> np.ndarray:
+        """Accepted draft tokens, int64 `[m]`, when the next `lengths [m]` are verified."""
+        told = self.accepted[now.rounds] - now.offsets
+        accepted = np.minimum(told, lengths)
+        open_ended = (self.accepted[now.rounds] == self.verified[now.rounds]) & (lengths > told)
+        if open_ended.any():
+            which = Moment(now.rounds[open_ended], now.offsets[open_ended])
+            survives = draws.random((len(which.rounds), self.block)) < self.confidences(which)
+            survives |= np.arange(self.block) < told[open_ended, None]
             run = np.cumprod(survives, axis=1).sum(axis=1)
-            accepted[untold] = np.minimum(run, lengths[untold])
+            accepted[open_ended] = np.minimum(run, lengths[open_ended])
         return accepted
 
 
@@ -120,12 +139,11 @@ def make_replay(parts: Sequence[Records], calibration: Calibration, max_tokens: 
         tokens.append(recorded)
         limit.append(allowed)
         rounds_before += len(part.accepted)
-    confidence = calibration.apply(np.concatenate([part.confidence for part in parts]))
     return Replay(
-        confidence=confidence,
-        survival=np.cumprod(confidence, axis=1),
+        confidence=calibration.apply(np.concatenate([part.confidence for part in parts])),
         accepted=np.concatenate([part.accepted for part in parts]).astype(np.int64),
         verified=np.concatenate([part.verified for part in parts]).astype(np.int64),
+        position=np.concatenate([part.position for part in parts]).astype(np.int64),
         prompt=np.concatenate(prompt),
         tokens=np.concatenate(tokens),
         limit=np.concatenate(limit),

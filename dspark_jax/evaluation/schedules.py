@@ -51,10 +51,12 @@ class Ranking(NamedTuple):
 
 def rank(survival: np.ndarray, room: np.ndarray) -> Ranking:
     """The tokens of `survival [n, K]` within `room [n]`, the most draft tokens that each request may have verified."""
-    request, slot = np.nonzero(np.arange(survival.shape[1]) < room[:, None])
-    values = survival[request, slot]
+    block = survival.shape[1]
+    place = np.flatnonzero(np.arange(block) < room[:, None])
+    values = survival.ravel()[place]
     order = np.argsort(-values, kind="stable")
-    return Ranking(values[order], request[order], slot[order])
+    place = place[order]
+    return Ranking(values[order], place // block, place % block)
 
 
 def bucket_gains(ranking: Ranking, active: int, buckets: Buckets) -> np.ndarray:

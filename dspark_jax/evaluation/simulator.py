@@ -24,7 +24,7 @@ from dspark_jax.decoding.generate import capacity_for, padded_length
 from dspark_jax.decoding.schedule import BUDGETED, buckets_for
 from dspark_jax.evaluation import schedules
 from dspark_jax.evaluation.loads import Load, Source, Waiting
-from dspark_jax.evaluation.replay import Replay
+from dspark_jax.evaluation.replay import Moment, Replay
 from dspark_jax.evaluation.schedules import Buckets, Past
 from dspark_jax.evaluation.tally import Phase, Result, Tally
 
@@ -308,10 +308,10 @@ class _Engine:
     def round(self, slots: np.ndarray) -> None:
         """One round of the active `slots [n]`."""
         request, length = self.request[slots], self.length[slots]
-        numbers = self.replay.rounds(request, length)
+        now = self.replay.moment(request, length)
         room = np.minimum(self.replay.limit[request] - length - 1, self.width - 1)
         costs = self.costs(self.slots, self.context)
-        lengths = self.verified(slots, numbers, room, costs.buckets)
+        lengths = self.verified(slots, now, room, costs.buckets)
         drafted = lengths is not None
         if lengths is None:
             lengths, rows = np.zeros(len(slots), np.int64), self.slots
@@ -322,20 +322,20 @@ class _Engine:
             self.spend("draft", costs.draft)
             self.spend("verify", float(costs.buckets.drafted[bucket]) - costs.draft)
         answer = self.replay.tokens[request]
-        counts = np.minimum(self.replay.accept(numbers, lengths, self.draws) + 1, answer - length)
+        counts = np.minimum(self.replay.accept(now, lengths, self.draws) + 1, answer - length)
         self.tally.round(counts, self.clock - self.last[slots], int(lengths.sum()) + len(slots), rows, drafted)
         self.length[slots] += counts
         self.last[slots] = self.clock
         self.active[slots] = length + counts < answer
 
-    def verified(self, slots: np.ndarray, numbers: np.ndarray, room: np.ndarray, buckets: Buckets) -> np.ndarray | None:
+    def verified(self, slots: np.ndarray, now: Moment, room: np.ndarray, buckets: Buckets) -> np.ndarray | None:
         """Draft tokens to verify of each active request, int64 `[n]`; None where the round has no draft."""
         if self.system == "plain":
             return None
         if self.system in ("fixed", "mtp1"):
             return room
         if self.system == "threshold":
-            leading = np.cumprod(self.replay.confidence[numbers] >= self.settings.threshold, axis=1).sum(axis=1)
+            leading = np.cumprod(self.replay.confidences(now) >= self.settings.threshold, axis=1).sum(axis=1)
             return np.minimum(leading, room)
         causal = self.system == "causal"
         before = (self.past.newer if causal else self.past.older)[slots]
@@ -343,7 +343,7 @@ class _Engine:
         if not (self.past.probes or schedules.drafting_pays(gains, len(slots), buckets)):
             self.past.remember(slots, None)
             return None
-        survival = self.replay.survival[numbers]
+        survival = np.cumprod(self.replay.confidences(now), axis=1)
         choose = schedules.causal_lengths if causal else schedules.async_lengths
         lengths = choose(survival, room, gains, buckets)
         self.past.remember(slots, survival)

@@ -67,10 +67,11 @@ def test_mtp1_verifies_one_token_and_drafts_for_its_share():
 
 
 def test_threshold_verifies_the_confident_prefix_in_the_smallest_bucket():
-    """Confidences 0.9, 0.6, 0.8 at 0.7: one token a round, in two of four rows."""
-    found = replay([[3, 0, 0]], block=3, confidence=[0.9, 0.6, 0.8])
+    """Confidences 0.9, 0.6, 0.8 at 0.7: one token of a block, in two rows; two tokens on 0.8 counts: three, in four."""
+    found = replay([[2, 0, 0]], block=3, confidence=[0.9, 0.6, 0.8])
     result = run("threshold", ONE, found, curve(block=3, row=0.1), replace(SMALL, threshold=0.7))
-    assert result.seconds == pytest.approx(0.5 + 4 * 1.1) and (result.budget, result.padding) == (2, 0)
+    assert result.seconds == pytest.approx(0.5 + 3 * 1.1 + 1.3) and result.rounds == 4
+    assert (result.budget, result.padding) == (2.5, 0)
 
 
 def test_the_host_looks_after_so_many_rounds():
