@@ -21,7 +21,7 @@ from dspark_jax.decoding.placement import placed
 from dspark_jax.decoding.requests import Completion, Request
 from dspark_jax.decoding.resize import with_capacity, with_slots
 from dspark_jax.decoding.rounds import Totals, run_rounds
-from dspark_jax.decoding.sampling import Mode, Sampling, SamplingParams
+from dspark_jax.decoding.sampling import Mode, Sampling, SamplingParams, raw_key
 from dspark_jax.decoding.state import DecodeState, Program, init_caches, init_state
 from dspark_jax.decoding.statistics import Statistics
 
@@ -62,6 +62,14 @@ run_prefill = jax.jit(_prefill_in_place, static_argnames=("program",))
 run_chunk = jax.jit(_chunk_in_place, static_argnames=("program",), donate_argnames=("caches",))
 run_admit = jax.jit(_admit_in_place, static_argnames=("program",), donate_argnames=("state",))
 run_many = jax.jit(_rounds_in_place, static_argnames=("program", "buckets"), donate_argnames=("state",))
+
+
+def _host(values: Any, dtype: Any = np.int32) -> Any:
+    """An array of the host, for programs that take device arrays as well."""
+    return np.asarray(list(values) if isinstance(values, Iterable) else values, dtype)
+
+
+_and = jax.jit(jnp.logical_and)  # one program, whatever the operands are
 
 
 def capacity_for(tokens: int) -> int:
@@ -215,7 +223,7 @@ class Batch:
         kept = [slot for slot in range(self.size) if slot in self.slots or (self._long and self._long.slot == slot)]
         others = [slot for slot in range(self.size) if slot not in kept]
         order = (kept + others + list(range(self.size, size)))[:size]
-        self._state = with_slots(self.state, jnp.asarray(order, jnp.int32))
+        self._state = with_slots(self.state, np.asarray(order, np.int32))
         self.slots = {order.index(slot): work for slot, work in sorted(self.slots.items())}
         if self._long:
             self._long.slot = order.index(self._long.slot)
@@ -293,11 +301,10 @@ class Batch:
         size = sizes[long.done // g.prefill_chunk]
         piece = ids[long.done : long.done + size]
         end = long.done + len(piece)
-        as_array = lambda value: jnp.asarray([value], jnp.int32)  # noqa: E731
         padded = np.zeros((1, size), np.int32)
         padded[0, : len(piece)] = piece
         after = ids[end] if end < len(ids) else -1
-        chunk = Chunk(jnp.asarray(padded), as_array(len(piece)), as_array(long.done), as_array(after))
+        chunk = Chunk(_host(padded), _host([len(piece)]), _host([long.done]), _host([after]))
         new = self.new_requests([long.work], [long.slot], size, lengths=[len(ids)])
         program = g.program(long.work.request.sampling.mode)
         began = time.perf_counter()
@@ -335,27 +342,27 @@ class Batch:
         for row, work in enumerate(group):
             ids[row, : len(work.request.prompt_ids)] = work.request.prompt_ids[:size]
         settings = [w.request.sampling for w in group]
-        keys = np.stack([self._key(w.request.sampling, w.ticket) for w in group])
-        as_floats = lambda name: jnp.asarray([getattr(s, name) for s in settings], jnp.float32)  # noqa: E731
-        as_ints = lambda values: jnp.asarray(list(values), jnp.int32)  # noqa: E731
+        keys = _host((self._key(w) for w in group), np.uint32)
+        floats = lambda name: _host((getattr(s, name) for s in settings), np.float32)  # noqa: E731
         sampling = Sampling(
-            as_floats("temperature"),
-            as_floats("top_p"),
-            as_ints(s.top_k for s in settings),
-            as_floats("min_p"),
-            jnp.asarray(keys),
+            floats("temperature"),
+            floats("top_p"),
+            _host(s.top_k for s in settings),
+            floats("min_p"),
+            keys,
         )
-        counts = as_ints(lengths or (len(w.request.prompt_ids) for w in group))
-        limits = as_ints(self.generator.limit(w.request) for w in group)
-        return NewRequests(jnp.asarray(ids), counts, as_ints(slots), limits, sampling)
+        counts = _host(lengths or (len(w.request.prompt_ids) for w in group))
+        limits = _host(self.generator.limit(w.request) for w in group)
+        return NewRequests(_host(ids), counts, _host(slots), limits, sampling)
 
-    def _key(self, settings: SamplingParams, ticket: int) -> np.ndarray:
-        """Raw key data: the request's own seed, or the generator's with the ticket (so that they differ)."""
-        if settings.seed is not None:
-            words = (settings.seed & 0xFFFFFFFF, (settings.seed >> 32) & 0x7FFFFFFF)
-        else:
-            words = (self.generator.seed & 0xFFFFFFFF, 0x80000000 | ticket)
-        return np.asarray(words, np.uint32)
+    def _key(self, work: Work) -> tuple[int, int]:
+        """Raw key data: of the request's own seed, its stream, or the generator's seed with the ticket."""
+        request = work.request
+        if request.sampling.seed is not None:
+            return raw_key(request.sampling.seed, own=True)
+        if request.stream is not None:
+            return raw_key(request.stream, own=False)
+        return raw_key(self.generator.seed & 0xFFFFFFFF | work.ticket << 32, own=False)
 
     # --- rounds ---
 
@@ -368,7 +375,7 @@ class Batch:
     def _rounds(self, state: DecodeState, rounds: int, waiting: bool, program: Program) -> tuple[DecodeState, Totals]:
         g, size = self.generator, state.anchor.shape[0]
         costs = g.costs(size, state.target_cache[0].keys.shape[1])
-        most, until_free = jnp.int32(rounds), jnp.bool_(waiting)
+        most, until_free = _host(rounds), _host(waiting, bool)
         return run_many(
             g.target.params, g.draft_params, state, most, until_free, costs, program=program, buckets=g.buckets_of(size)
         )
@@ -427,7 +434,7 @@ class Batch:
         counts = _Counts(*jax.device_get((state.tokens, state.length, state.active, state.stopped, state.counters)))
         keeps = np.ones(self.size, bool)
         keeps[ended] = False
-        self._state = state._replace(active=state.active & jnp.asarray(keeps))
+        self._state = state._replace(active=_and(state.active, keeps))
         for slot in ended:
             work = self.slots.pop(slot)
             events.append(Event(work.ticket, [], self._completion(slot, work, counts)))
@@ -474,13 +481,13 @@ class Batch:
                     state = with_capacity(with_capacity(state, smaller, g.program()), capacity, g.program())
                 for new, prefilled, needs in ready:
                     if needs <= capacity:
-                        nobody = jnp.full_like(new.slots, size)
+                        nobody = _host([size] * len(new.slots))
                         state = run_admit(state, new._replace(slots=nobody), prefilled, program=g.program())
                 for mode in batch_modes:
                     state = self._rounds(state, 0, False, g.program(mode))[0]
                 if number:
-                    fewer = jnp.arange(g.slot_sizes[number - 1], dtype=jnp.int32)
-                    state = with_slots(with_slots(state, fewer), jnp.arange(size, dtype=jnp.int32))
+                    fewer, more = (np.arange(n, dtype=np.int32) for n in g.slot_sizes[number - 1 : number + 1])
+                    state = with_slots(with_slots(state, fewer), more)
             jax.block_until_ready(state)
 
     def _warm_prompt(self, tokens: int, mode: Mode) -> list[tuple[NewRequests, Prefilled, int]]:
@@ -493,8 +500,8 @@ class Batch:
             caches = g.on_mesh(init_caches(program, 1, capacity), 1)
             new = self.new_requests(works[:1], [0], sizes[0], lengths=[tokens])
             for size in set(sizes):
-                piece = [jnp.asarray([value], jnp.int32) for value in (size, 0, -1)]
-                chunk = Chunk(jnp.zeros((1, size), jnp.int32), *piece)
+                piece = [_host([value]) for value in (size, 0, -1)]
+                chunk = Chunk(_host([[0] * size]), *piece)
                 ready = run_chunk(g.target.params, g.draft_params, caches, chunk, new.sampling, program=program)
                 caches = ready.target_cache, ready.draft_cache
             return [(new, ready, capacity)]

@@ -8,6 +8,7 @@ with engine:
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from dspark_jax.decoding.generate import Generator
 from dspark_jax.decoding.requests import Completion, Request
 from dspark_jax.decoding.sampling import Mode
 
+logger = logging.getLogger(__name__)
 Listener = Callable[[list[int], Completion | None], None]
 
 
@@ -230,7 +232,7 @@ class Engine:
                         self._waiting = len(self.batch.queue) + sum(what == "submit" for what, _ in self._orders)
         except BaseException as error:
             self._error = error
-            raise
+            logger.exception("the engine has failed: its requests end, and it takes no more")
         finally:
             self._abandon()
 

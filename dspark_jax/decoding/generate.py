@@ -190,10 +190,16 @@ class Generator:
 
         Args:
             on_tokens: called with a request's id and its newly committed tokens; returning True ends that request.
+
+        Raises:
+            ValueError: a request that cannot run, before anything does.
         """
         todo = list(requests)
         for request in todo:
             self.check(request)
+        return self._completions(todo, on_tokens)
+
+    def _completions(self, todo: list[Request], on_tokens: OnTokens | None) -> Iterator[Completion]:
         batch = Batch(self, mode_of(todo))
         names = {batch.add(request): request.id for request in todo}
         rounds = self.stream_rounds if on_tokens else 1 << 30

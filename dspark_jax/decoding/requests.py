@@ -9,11 +9,16 @@ from dspark_jax.decoding.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, tokenised, with its sampling settings."""
+    """One prompt, tokenised, with its sampling settings.
+
+    `stream` names the random numbers (63 bits) of a request without a seed of its own, in place of its place in the
+    queue.
+    """
 
     id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
+    stream: int | None = None
 
 
 @dataclass

@@ -9,6 +9,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dspark_jax.decoding.placement import placed
 from dspark_jax.decoding.state import DecodeState, Program, init_caches
@@ -48,7 +49,7 @@ def with_capacity(state: DecodeState, capacity: int, program: Program) -> Decode
     return state._replace(target_cache=target, draft_cache=draft, tokens=tokens)
 
 
-def with_slots(state: DecodeState, order: Array) -> DecodeState:
+def with_slots(state: DecodeState, order: np.ndarray) -> DecodeState:
     """The state with other slots: int32 `order` names, for each new slot, the old one (R and above: an empty one)."""
     requests = state.anchor.shape[0]
 

@@ -19,6 +19,15 @@ GREEDY_BELOW = 1e-5  # a temperature below this is greedy, as in the reference i
 DRAW_TARGET, DRAW_DRAFT, DRAW_ACCEPT = 0, 1, 2
 
 
+_UNSEEDED = 0x80000000  # set in the second word of a raw key that does not come from a request's own seed
+
+
+def raw_key(seed: int, own: bool) -> tuple[int, int]:
+    """Key data, two 32-bit words, of a seed of 63 bits; `own`: the request brought it (see `Sampling.pinned`)."""
+    high = (seed >> 32) & 0x7FFFFFFF
+    return seed & 0xFFFFFFFF, high if own else high | _UNSEEDED
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled.
@@ -26,7 +35,8 @@ class SamplingParams:
     Attributes:
         temperature: divides the logits; 0 is greedy. top_p: smallest set of tokens with this mass, in (0, 1].
         top_k: keep the k most likely tokens; 0 keeps all. min_p: drop tokens below this share of the most likely one.
-        seed: the request's own seed; None draws from the engine's. max_tokens: tokens to generate at most.
+        seed: the request's own seed: the same tokens whatever else runs, under every schedule; None: drawn from the
+            generator's. max_tokens: tokens to generate at most.
     """
 
     temperature: float = 0.0
@@ -64,6 +74,11 @@ class Sampling(NamedTuple):
     top_k: Array
     min_p: Array
     key: Array
+
+    @property
+    def pinned(self) -> Array:
+        """Whether each request has a seed of its own (`raw_key`), bool `[R]`."""
+        return self.key[:, 1] < jnp.uint32(_UNSEEDED)
 
     def rows(self, request: Array) -> Sampling:
         """The settings of each packed row."""

@@ -57,7 +57,11 @@ def draft(draft_params: Params, state: DecodeState, program: Program) -> Proposa
             best = best_token(logits)
             return best, jnp.ones((requests,)), jnp.zeros((0, requests))
         probs = distribution(logits, state.sampling, program.mode)  # [Vd, R]
-        token = categorical(probs, uniforms(state.sampling.key, state.start + 1 + slot, DRAW_DRAFT))
+        position = state.start + 1 + slot
+        draws = uniforms(state.sampling.key, position, DRAW_DRAFT)
+        if program.schedule in BUDGETED:
+            draws = jnp.where(state.sampling.pinned, uniforms(state.sampling.key, position, DRAW_TARGET), draws)
+        token = categorical(probs, draws)
         return token, jnp.take_along_axis(probs, token[None], axis=0)[0], probs
 
     return interface.propose(program.drafter, draft_params, state.draft_cache, state.anchor, state.start, draw)
@@ -118,7 +122,24 @@ def judge(
         draft_next = interface.draft_distribution(program.drafter, bound, proposal, slot, target.shape[0])  # [V, R]
         target_next = next_distribution(target_next, draft_next, accepted < lengths)
     draw = uniforms(state.sampling.key, state.start + 1 + accepted, DRAW_TARGET)
-    return Verdict(accepted, categorical(target_next, draw))
+    verdict = Verdict(accepted, categorical(target_next, draw))
+    if block and program.schedule in BUDGETED:
+        pinned = judge_pinned(target, proposal, lengths, packing, state)
+        verdict = Verdict(*(jnp.where(state.sampling.pinned, a, b) for a, b in zip(pinned, verdict, strict=True)))
+    return verdict
+
+
+def judge_pinned(target: Array, proposal: Proposal, lengths: Array, packing: Packing, state: DecodeState) -> Verdict:
+    """The rule for requests with a seed of their own, where verify lengths depend on the other requests.
+
+    The token at a position is the one that plain decoding draws there, from `target [V, B]` and (seed, position); a
+    draft is accepted if it is that token. Drafts are drawn with the same uniforms, so they often are, less often
+    though than by `accepted_length`: no rule whose tokens do not depend on the drafts accepts as many.
+    """
+    positions = state.start[packing.request] + 1 + packing.offset
+    draws = uniforms(state.sampling.key[packing.request], positions, DRAW_TARGET)
+    own = unpack(categorical(target, draws), packing.row)  # [R, S]
+    return verify_greedy(own, proposal.tokens, lengths)
 
 
 def commit(

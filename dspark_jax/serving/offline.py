@@ -119,10 +119,11 @@ def make_job(record: PromptRecord, tokenizer: Tokenizer, settings: ServeSettings
     Raises:
         ValueError: naming the prompt's id, the field, and what would be right.
     """
-    fields = settings.sampling() | {"seed": request_seed(settings.seed, record.id)} | record.sampling
+    fields = settings.sampling() | {"seed": None} | record.sampling
     stop = tuple(fields.pop("stop"))
+    stream = request_seed(settings.seed, record.id)
     try:
-        request = Request(record.id, prompt_ids(tokenizer, record.messages), SamplingParams(**fields))
+        request = Request(record.id, prompt_ids(tokenizer, record.messages), SamplingParams(**fields), stream)
     except ValueError as error:
         raise ValueError(f"prompt {record.id!r}: {error}") from error
     return Job(request, record.prompt_text, stop)

@@ -156,7 +156,8 @@ def test_near_the_last_position(plain: dict[str, list[int]]) -> None:
     assert done.token_ids == plain["3"] and done.verified < done.drafted
     program = Generator(short, DRAFTER, stop_ids=()).program("greedy")
     starts = jnp.arange(14)
-    state = init_state(program, 14, 32)._replace(start=starts, limit=jnp.full(14, 64))
+    state = init_state(program, 14, 32)
+    state = state._replace(start=starts, limit=jnp.full(14, 64), active=jnp.ones(14, bool))
     ones = jnp.ones((14, BLOCK))
     lengths = admitted_lengths(Proposal(ones.astype(jnp.int32), ones, ones, ones, ()), state, program, 56)
     np.testing.assert_array_equal(lengths, np.clip(11 - np.arange(14), 0, BLOCK))

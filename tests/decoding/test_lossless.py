@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 from dspark_jax.decoding import step as step_module
 from dspark_jax.decoding.admission import NewRequests, admit, prefill
 from dspark_jax.decoding.rounds import run_rounds
-from dspark_jax.decoding.sampling import Sampling
+from dspark_jax.decoding.sampling import Sampling, raw_key
 from dspark_jax.decoding.state import Program, init_state
 from dspark_jax.drafters.dspark import bind
 from dspark_jax.models import transformer
@@ -46,12 +46,22 @@ def joint(logits: np.ndarray, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0) ->
     return (total[:, None] * probs[..., LENGTH - 1].T).reshape(-1)
 
 
-def simulate(drafter, schedule="fixed", mode="plain", settings=((1.0, 1.0, 0, 0.0),), buckets=None, confidence=0.5):
+def simulate(
+    drafter,
+    schedule="fixed",
+    mode="plain",
+    settings=((1.0, 1.0, 0, 0.0),),
+    buckets=None,
+    confidence=0.5,
+    costs=None,
+    past=None,
+    own_seeds=False,
+):
     """Tokens `[REQUESTS, LENGTH]` and verified counts of requests that cycle through `settings`."""
     program = Program(TARGET.config, drafter and drafter.config, schedule, mode, (), jnp.float32)
     params = bind(drafter.params, TARGET.params["embed"], TARGET.params["head"]) if drafter else {}
     columns = [jnp.asarray(np.resize(column, REQUESTS)) for column in zip(*settings, strict=True)]
-    keys = jnp.stack([jnp.arange(REQUESTS), jnp.full(REQUESTS, 11)], axis=1).astype(jnp.uint32)
+    keys = jnp.asarray([raw_key(11 << 32 | i, own_seeds) for i in range(REQUESTS)], jnp.uint32)
     dtypes = (jnp.float32, jnp.float32, jnp.int32, jnp.float32)
     sampling = Sampling(*(c.astype(d) for c, d in zip(columns, dtypes, strict=True)), keys)
     full = lambda value: jnp.full(REQUESTS, value, jnp.int32)  # noqa: E731
@@ -64,9 +74,10 @@ def simulate(drafter, schedule="fixed", mode="plain", settings=((1.0, 1.0, 0, 0.
         state = init_state(program, REQUESTS, 24, confidence)
         ready = prefill(TARGET.params, params, new, program=program)
         state = admit(state, new, ready, program=program)
-        sizes = tuple(REQUESTS * b for b in (buckets or (program.slots,)))
+        state = state._replace(past=past or state.past)
+        sizes = tuple(int(REQUESTS * b) for b in (buckets or (program.slots,)))
         most, until_free = jnp.int32(LENGTH - 1), jnp.bool_(False)
-        state, _ = run_rounds(TARGET.params, params, state, most, until_free, program=program, buckets=sizes)
+        state, _ = run_rounds(TARGET.params, params, state, most, until_free, costs, program=program, buckets=sizes)
         return state.tokens, state.counters
 
     tokens, counters = jax.device_get(whole())
