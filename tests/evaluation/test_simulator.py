@@ -98,7 +98,8 @@ def test_a_slot_that_ends_while_requests_wait_ends_the_rounds():
 def test_a_long_prompt_comes_in_pieces_between_the_rounds_of_others():
     """600 tokens: 512 first, then 88 (padded to 128); at once where nobody decodes, else with rounds between."""
     costs = Curve(curve((2,)).points, (Prefill(32, 1.0), Prefill(128, 4.0), Prefill(512, 16.0)))
-    found = replace(replay([[0] * 9, [0] * 9]), prompt=np.array([10, 600]))
+    found = replay([[0] * 9, [0] * 9])
+    found = replace(found, prompt=np.array([10, 600]), position=found.position + np.repeat([0, 590], 9))
     made = engine("plain", found, costs, replace(SMALL, slots=(2,)), 0, 1)
     made.iteration()
     assert made.tally.seconds["prefill"] == 1 + 16 + 4 and made.tally.rounds == 4
