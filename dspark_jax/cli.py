@@ -12,6 +12,7 @@ COMMANDS = {
     "train": ("dspark_jax.training.trainer", "train a drafter for a frozen target"),
     "data": ("dspark_jax.data.regenerate", "let the target answer prompts, to train a drafter on"),
     "calibrate": ("dspark_jax.calibration.command", "make the confidences of a drafter true: fit temperatures"),
+    "simulate": ("dspark_jax.evaluation.simulate_command", "simulate a fleet from a throughput curve and real rounds"),
     "convert": ("dspark_jax.checkpoints.convert", "convert a drafter to another project's format"),
     "aot": ("dspark_jax.profiling.aot_command", "compile a config for a TPU topology, without a TPU"),
     "profile": ("dspark_jax.profiling.profile_command", "measure the throughput curve that the scheduler reads"),
