@@ -35,9 +35,9 @@ from dspark_jax.decoding.schedule import Schedule, slots_for
 Array = jax.Array
 PROBE = 128  # times the share of speed that a draft is expected to lose: rounds without one, after which one drafts
 FIRST_SURVIVAL = 0.7  # per token, before anything is known
-_WEIGHT = 0.05  # of a round in the running mean
-_FORGET = 0.99  # what a round leaves of the counts before it
-_TRUST = 20.0  # verified tokens after which counts weigh as much as the confidences' own word
+WEIGHT = 0.05  # of a round in the running mean
+FORGET = 0.99  # what a round leaves of the counts before it
+TRUST = 20.0  # verified tokens after which counts weigh as much as the confidences' own word
 DECIDE, PLAIN = -2, -1  # values of `Costs.force`
 
 
@@ -102,7 +102,7 @@ def corrected(past: Past, survival: Array) -> Array:
     factors = []
     factor = jnp.float32(1.0)
     for promised, kept in zip(past.promised, past.kept, strict=True):
-        factor = (_TRUST * factor + kept) / (_TRUST + promised)
+        factor = (TRUST * factor + kept) / (TRUST + promised)
         factors.append(factor)
     if not factors:
         return survival
@@ -113,7 +113,7 @@ def count_kept(past: Past, raw: Array, lengths: Array, accepted: Array) -> Past:
     """The past with the outcome of a round: of `lengths [R]` verified drafts with survival `raw [R, K]`, `accepted`."""
     slot = jnp.arange(raw.shape[1])
     verified, good = slot < lengths[:, None], slot < jnp.minimum(lengths, accepted)[:, None]
-    decay = jnp.where(jnp.any(verified), _FORGET, 1.0)
+    decay = jnp.where(jnp.any(verified), FORGET, 1.0)
     promised = decay * past.promised + jnp.sum(jnp.where(verified, raw, 0.0), axis=0)
     return past._replace(promised=promised, kept=decay * past.kept + jnp.sum(good, axis=0))
 
@@ -123,7 +123,7 @@ def remember(past: Past, survival: Array, active: Array, drafted: Array) -> Past
     seen = drafted & active[:, None]
     count = jnp.sum(active)
     now = jnp.sum(jnp.where(active[:, None], survival, 0.0), axis=0) / jnp.maximum(count, 1)
-    mean = jnp.where(drafted & (count > 0), past.mean + _WEIGHT * (now - past.mean), past.mean)
+    mean = jnp.where(drafted & (count > 0), past.mean + WEIGHT * (now - past.mean), past.mean)
     idle = jnp.where(drafted, 0, past.idle + 1).astype(jnp.int32)
     return past._replace(older=past.newer, newer=jnp.where(seen, survival, past.newer), mean=mean, idle=idle)
 

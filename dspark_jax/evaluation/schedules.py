@@ -10,11 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dspark_jax.decoding.budget import FIRST_SURVIVAL, PROBE
+from dspark_jax.decoding.budget import FIRST_SURVIVAL, FORGET, PROBE, TRUST, WEIGHT
 from dspark_jax.decoding.curve import RoundSeconds
 from dspark_jax.decoding.schedule import slots_for
-
-WEIGHT = 0.05  # of a round in the running mean
 
 
 class Buckets(NamedTuple):
@@ -78,9 +76,11 @@ def rates(gains: np.ndarray | float, active: int, buckets: Buckets) -> np.ndarra
     return (active + gains) / buckets.drafted
 
 
-def drafting_pays(gains: np.ndarray, active: int, buckets: Buckets) -> bool:
-    """Whether some bucket's past `gains [b]` promise more tokens a second than a round without a draft."""
-    return bool(rates(gains, active, buckets).max() > active / buckets.plain)
+def drafting_pays(gains: np.ndarray, active: int, buckets: Buckets, idle: int) -> bool:
+    """Whether a round drafts: some bucket's past `gains [b]` promise more tokens a second than a round without a draft,
+    or it is time to look, after `idle` rounds without one."""
+    loss = 1.0 - float(rates(gains, active, buckets).max()) * buckets.plain / active
+    return loss < 0 or idle + 1 >= PROBE * loss
 
 
 def causal_lengths(survival: np.ndarray, room: np.ndarray, past_gains: np.ndarray, buckets: Buckets) -> np.ndarray:
@@ -131,7 +131,8 @@ class Past:
     Attributes:
         older, newer: `[S, K]`, survival of each slot's tokens as of two rounds before and of one. mean: `[K]`, a
             running mean, which stands for requests that have drafted nothing yet. idle: rounds without a draft since
-            the last with one.
+            the last with one. promised, kept: `[K]`, decaying sums over the verified tokens of each slot: their
+            survival as the confidences have it, and how many were accepted.
     """
 
     def __init__(self, slots: int, block: int) -> None:
@@ -139,11 +140,23 @@ class Past:
         self.older = np.tile(self.mean, (slots, 1))
         self.newer = self.older.copy()
         self.idle = 0
+        self.promised, self.kept = np.zeros(block), np.zeros(block)
 
-    @property
-    def probes(self) -> bool:
-        """Whether it is time for a draft, whatever the forecast says."""
-        return self.idle >= PROBE - 1
+    def corrected(self, survival: np.ndarray) -> np.ndarray:
+        """Survival `[n, K]` by the confidences, times what their word was worth lately; at most 1."""
+        factor, factors = 1.0, []
+        for promised, kept in zip(self.promised, self.kept, strict=True):
+            factor = (TRUST * factor + kept) / (TRUST + promised)
+            factors.append(factor)
+        return np.minimum.accumulate(np.minimum(survival * np.asarray(factors), 1.0), axis=1)
+
+    def count_kept(self, raw: np.ndarray, lengths: np.ndarray, accepted: np.ndarray) -> None:
+        """Of `lengths [n]` verified drafts with survival `raw [n, K]` by the confidences, `accepted [n]` were kept."""
+        slot = np.arange(raw.shape[1])
+        verified, good = slot < lengths[:, None], slot < np.minimum(lengths, accepted)[:, None]
+        decay = FORGET if verified.any() else 1.0
+        self.promised = decay * self.promised + np.where(verified, raw, 0.0).sum(axis=0)
+        self.kept = decay * self.kept + good.sum(axis=0)
 
     def forget(self, slot: int) -> None:
         """A new request comes into `slot`."""

@@ -323,10 +323,16 @@ class _Engine:
             self.spend("verify", float(costs.buckets.drafted[bucket]) - costs.draft)
         answer = self.replay.tokens[request]
         counts = np.minimum(self.replay.accept(now, lengths, self.draws) + 1, answer - length)
+        if drafted and self.system in BUDGETED:
+            self.past.count_kept(self.survival(now), lengths, np.minimum(counts, lengths))
         self.tally.round(counts, self.clock - self.last[slots], int(lengths.sum()) + len(slots), rows, drafted)
         self.length[slots] += counts
         self.last[slots] = self.clock
         self.active[slots] = length + counts < answer
+
+    def survival(self, now: Moment) -> np.ndarray:
+        """Survival of the next K tokens by the confidences, `[n, K]`."""
+        return np.cumprod(self.replay.confidences(now), axis=1)
 
     def verified(self, slots: np.ndarray, now: Moment, room: np.ndarray, buckets: Buckets) -> np.ndarray | None:
         """Draft tokens to verify of each active request, int64 `[n]`; None where the round has no draft."""
@@ -340,10 +346,10 @@ class _Engine:
         causal = self.system == "causal"
         before = (self.past.newer if causal else self.past.older)[slots]
         gains = schedules.bucket_gains(schedules.rank(before, room), len(slots), buckets)
-        if not (self.past.probes or schedules.drafting_pays(gains, len(slots), buckets)):
+        if not schedules.drafting_pays(gains, len(slots), buckets, self.past.idle):
             self.past.remember(slots, None)
             return None
-        survival = np.cumprod(self.replay.confidences(now), axis=1)
+        survival = self.past.corrected(self.survival(now))
         choose = schedules.causal_lengths if causal else schedules.async_lengths
         lengths = choose(survival, room, gains, buckets)
         self.past.remember(slots, survival)

@@ -111,12 +111,18 @@ def test_the_past_is_of_one_and_two_rounds_before():
     assert past.newer[1] == pytest.approx(past.mean) and past.older[1] == pytest.approx(past.mean)
 
 
-def test_a_probe_is_due_in_the_last_of_so_many_rounds_without_a_draft():
-    past = Past(1, 1)
-    due = []
-    for _ in range(PROBE):
-        due.append(past.probes)
-        past.remember(np.array([0]), None)
-    assert due == [False] * (PROBE - 1) + [True]
-    past.remember(np.array([0]), np.array([[0.5]]))
-    assert not past.probes
+def test_a_look_is_due_after_rounds_in_proportion_to_what_it_loses():
+    buckets = make_buckets(1, 1, RoundSeconds((1, 2), np.array([2.0, 2.0]), 1.0))
+    for gain, waits in ((1.0, 0), (0.5, PROBE // 4), (0.0, PROBE // 2)):  # of 2 tokens in 2 seconds
+        due = [drafting_pays(np.array([0.0, gain]), 1, buckets, idle) for idle in range(PROBE)]
+        assert due == [False] * max(waits - 1, 0) + [True] * (PROBE - max(waits - 1, 0))
+
+
+def test_outcomes_correct_the_confidences():
+    past, raw = Past(1, 2), np.array([[0.5, 0.25]])
+    assert past.corrected(raw).tolist() == raw.tolist()
+    for _ in range(500):
+        past.count_kept(raw, np.array([1]), np.array([1]))
+    assert past.corrected(raw)[0] == pytest.approx([5 / 6, 5 / 12], rel=0.02)  # 20 parts the word, 50 the outcomes
+    past.count_kept(raw, np.array([0]), np.array([0]))
+    assert past.corrected(raw)[0] == pytest.approx([5 / 6, 5 / 12], rel=0.02)

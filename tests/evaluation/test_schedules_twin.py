@@ -33,10 +33,10 @@ def random_round(slots: int, seed: int):
 def compiled():
     """The engine's choice: gains, whether drafting pays, lengths and bucket."""
 
-    def choose(schedule, active, room, now, before, sizes, costs):
+    def choose(schedule, active, room, now, before, idle, sizes, costs):
         state = budget.make_round(active, room, sizes, BLOCK)
         gains = budget.bucket_gains(state, before)
-        past = budget.init_past(active.shape[0], BLOCK)
+        past = budget.init_past(active.shape[0], BLOCK)._replace(idle=idle)
         pays = budget.pays_to_draft(state, gains, past, costs)
         return gains, pays, *budget.budgeted_lengths(schedule, state, now, gains, costs)
 
@@ -51,12 +51,13 @@ def test_budgets_of_random_rounds_are_the_same(schedule, slots, compiled):
         active, room, now, before, seconds = random_round(slots, seed)
         costs = budget.make_costs(seconds, len(seconds.buckets))
         args = (jnp.asarray(active), jnp.asarray(room, jnp.int32), jnp.asarray(now), jnp.asarray(before))
-        gains, pays, lengths, bucket = compiled(schedule, *args, sizes=seconds.buckets, costs=costs)
+        idle = 3 * seed % 25
+        gains, pays, lengths, bucket = compiled(schedule, *args, jnp.int32(idle), sizes=seconds.buckets, costs=costs)
         buckets = schedules.make_buckets(slots, BLOCK, seconds)
         count = int(active.sum())
         mine = schedules.bucket_gains(schedules.rank(before[active], room[active]), count, buckets)
         assert mine == pytest.approx(np.asarray(gains), abs=1e-5)
-        assert schedules.drafting_pays(mine, count, buckets) == bool(pays)
+        assert schedules.drafting_pays(mine, count, buckets, idle) == bool(pays)
         chosen = LENGTHS[schedule](now[active], room[active], mine, buckets)
         assert chosen.tolist() == np.asarray(lengths)[active].tolist() and not np.asarray(lengths)[~active].any()
         assert schedules.smallest_bucket(chosen, buckets) == int(bucket)
@@ -68,11 +69,16 @@ def test_the_past_is_kept_alike():
     """Drafted and other rounds, some slots idle, new requests in between."""
     draws = np.random.default_rng(0)
     theirs, mine = budget.init_past(3, BLOCK), schedules.Past(3, BLOCK)
-    remember = jax.jit(budget.remember)
+    remember, count_kept, corrected = map(jax.jit, (budget.remember, budget.count_kept, budget.corrected))
     for turn in range(40):
         drafted, active = bool(draws.random() < 0.5), draws.random(3) < 0.7
         survival = np.cumprod(draws.random((3, BLOCK)), axis=1).astype(np.float32)
         if active.any():  # the loop runs no round of nobody
+            lengths = draws.integers(0, BLOCK + 1, 3) * active * drafted
+            accepted = draws.integers(0, BLOCK + 1, 3)
+            theirs = count_kept(theirs, jnp.asarray(survival), jnp.asarray(lengths), jnp.asarray(accepted))
+            mine.count_kept(survival[active], lengths[active], accepted[active])
+            assert mine.corrected(survival) == pytest.approx(np.asarray(corrected(theirs, survival)), abs=1e-5)
             theirs = remember(theirs, jnp.asarray(survival), jnp.asarray(active), jnp.bool_(drafted))
             mine.remember(np.flatnonzero(active), survival[active] if drafted else None)
         if turn % 7 == 0:
