@@ -305,8 +305,8 @@ def _prefill_case(models: Models, generator: Generator, length: int) -> Callable
     program = generator.program(models.mode)
     ids = np.arange(length, dtype=np.int32)[None] % models.target.config.num_tokens
     ints = lambda value: np.full((1,), value, np.int32)  # noqa: E731
-    count: Any = ints(min(length, models.positions - 1))
-    new = NewRequests(jnp.asarray(ids), count, jnp.asarray(ints(0)), jnp.asarray(ints(2)), _sampling(models.mode, 1))
+    arrays: Any = ids, ints(min(length, models.positions - 1)), ints(0), ints(2), _sampling(models.mode, 1)
+    new = NewRequests(*arrays)
 
     def run(calls: int) -> float:
         with generator.in_mesh():

@@ -18,6 +18,7 @@ def plot(path: Path, profile: Profile) -> None:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
 
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
@@ -29,11 +30,14 @@ def plot(path: Path, profile: Profile) -> None:
         _lines(axes, measured, colour, style)
     for axis, label in zip(axes, ("rows/s", "rounds/s", "draft's share of a round, %"), strict=True):
         axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.set_xlabel("rows verified (B)")
         axis.set_title(label, fontsize=10)
         axis.grid(alpha=0.3)
     for axis in axes[:2]:
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
     axes[1].legend(fontsize=7)
     key = profile.key
     mesh = " x ".join(map(str, key.mesh))
