@@ -322,9 +322,10 @@ class _Engine:
             self.spend("draft", costs.draft)
             self.spend("verify", float(costs.buckets.drafted[bucket]) - costs.draft)
         answer = self.replay.tokens[request]
-        counts = np.minimum(self.replay.accept(now, lengths, self.draws) + 1, answer - length)
+        accepted = self.replay.accept(now, lengths, self.draws)
+        counts = np.minimum(accepted + 1, answer - length)
         if drafted and self.system in BUDGETED:
-            self.past.count_kept(self.survival(now), lengths, np.minimum(counts, lengths))
+            self.past.count_kept(self.survival(now), lengths, np.minimum(counts, accepted))
         self.tally.round(counts, self.clock - self.last[slots], int(lengths.sum()) + len(slots), rows, drafted)
         self.length[slots] += counts
         self.last[slots] = self.clock

@@ -38,7 +38,8 @@ def requests() -> list[Request]:
 @pytest.fixture(scope="module")
 def found(models, requests) -> Replay:
     count = len(requests)
-    return make_replay([collect(*models, requests, ["d"] * count, [False] * count, stop_ids=())], Calibration())
+    made = collect(*models, requests, ["d"] * count, [False] * count, batch_size=4, stop_ids=())
+    return make_replay([made], Calibration())
 
 
 @pytest.mark.parametrize(("system", "sizes"), [("plain", (4,)), ("fixed", (1, 4))])

@@ -85,11 +85,11 @@ def test_async_takes_the_bucket_of_the_past_and_the_tokens_of_now():
     assert async_lengths(now, np.array([2, 1]), past, buckets).tolist() == [1, 1]
 
 
-def test_drafting_pays_only_if_strictly_more_is_promised():
+def test_drafting_pays_where_more_is_promised():
     gains = np.array([0.0, 0.5])
-    make = lambda drafted, plain: make_buckets(1, 1, RoundSeconds((1, 2), np.asarray(drafted), plain))  # noqa: E731
-    assert not drafting_pays(gains, 1, make([1.5, 1.5], 1.0))
-    assert drafting_pays(gains, 1, make([1.5, 1.49], 1.0))
+    make = lambda drafted: make_buckets(1, 1, RoundSeconds((1, 2), np.array([drafted, drafted]), 1.0))  # noqa: E731
+    assert not drafting_pays(gains, 1, make(1.6), idle=0)
+    assert drafting_pays(gains, 1, make(1.49), idle=0)
 
 
 def test_the_smallest_bucket_holds_rows_and_each_request():
@@ -123,6 +123,6 @@ def test_outcomes_correct_the_confidences():
     assert past.corrected(raw).tolist() == raw.tolist()
     for _ in range(500):
         past.count_kept(raw, np.array([1]), np.array([1]))
-    assert past.corrected(raw)[0] == pytest.approx([5 / 6, 5 / 12], rel=0.02)  # 20 parts the word, 50 the outcomes
+    assert past.corrected(raw)[0] == pytest.approx([6 / 7, 3 / 7], rel=0.02)  # 20 parts the word (0.5), 50 the outcomes
     past.count_kept(raw, np.array([0]), np.array([0]))
-    assert past.corrected(raw)[0] == pytest.approx([5 / 6, 5 / 12], rel=0.02)
+    assert past.corrected(raw)[0] == pytest.approx([6 / 7, 3 / 7], rel=0.02)

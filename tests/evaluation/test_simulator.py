@@ -175,6 +175,17 @@ def test_a_probe_that_finds_more_brings_drafting_back():
     assert drafts("async", 0.99, 16, costs, accepted=1) == [False] * 7 + [True, False] + [True] * 7
 
 
+def test_the_bonus_token_is_no_accepted_draft():
+    """Twelve rounds of one verified token of 0.5: four accepted it, though each round committed a token at least."""
+    found = replay([[1, 0, 0] * 4], confidence=0.5)
+    made = engine("causal", found, curve(), replace(SMALL, slots=(1,), rounds=1), 0)
+    for _ in range(12):
+        made.iteration()
+    weights = 0.99 ** np.arange(12)[::-1]
+    assert made.past.promised == pytest.approx([0.5 * weights.sum()])
+    assert made.past.kept == pytest.approx([weights[::3].sum()])
+
+
 def test_async_fills_the_bucket_of_two_rounds_before():
     """Before anything is known 1.7 tokens in 1.6 s pay; confidences of 0.1 do not, from round 2 (async: 3) on."""
     costs = curve(draft=0.6)
