@@ -26,9 +26,10 @@ def _resized(x: Array, shape: tuple[int, ...], requests: int) -> Array:
 
 @partial(jax.jit, static_argnames=("requests",))
 def _taken(x: Array, order: Array, requests: int) -> Array:
-    rows = x.reshape(requests, -1, *x.shape[1:])
+    each = x.shape[0] // requests
+    rows = x.reshape(requests, each, *x.shape[1:])
     new = jnp.take(rows, order, axis=0, mode="fill", fill_value=0)
-    return placed(new.reshape(-1, *x.shape[1:]), order.shape[0])
+    return placed(new.reshape(order.shape[0] * each, *x.shape[1:]), order.shape[0])
 
 
 def with_capacity(state: DecodeState, capacity: int, program: Program) -> DecodeState:

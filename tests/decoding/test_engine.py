@@ -58,10 +58,11 @@ def everything_ended(engine: Engine) -> None:
     assert not engine.batch.busy
 
 
-@pytest.mark.parametrize("schedule", ["causal", "async", "fixed", "threshold"])
+@pytest.mark.parametrize("schedule", ["causal", "async", "fixed", "threshold", "none"])
 def test_greedy_answers_are_those_of_plain_decoding(plain: dict[str, list[int]], schedule: str) -> None:
     """More requests than slots, of all lengths, long prompts in chunks; then some more on an engine that was empty."""
-    with Engine(generator(schedule=schedule), rounds=2) as engine:
+    options = {"drafter": None} if schedule == "none" else {"schedule": schedule}
+    with Engine(generator(**options), rounds=2) as engine:
         answers = [engine.submit(request(i, 20)) for i in range(len(PROMPTS))]
         done = [answer.result(300) for answer in answers]
         late = engine.submit(request(4, 20))
