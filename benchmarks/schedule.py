@@ -22,6 +22,7 @@ from dspark_jax.decoding.budget import (
     budgeted_lengths,
     corrected,
     count_kept,
+    forecast,
     make_round,
     pays_to_draft,
     remember,
@@ -60,7 +61,7 @@ def scheduling(generator: Generator, schedule: str, slots: int) -> Case:
     def turn(_: Any, state: DecodeState) -> DecodeState:
         room = jnp.full(slots, block)
         now = make_round(state.active, room, buckets, block)
-        gains = bucket_gains(now, state.past.newer if schedule == "causal" else state.past.older)
+        gains = bucket_gains(now, forecast(state.past, schedule))  # type: ignore[arg-type]
         drafts = pays_to_draft(now, gains, state.past, costs)
         raw = jnp.clip(state.past.newer * (0.8 + 0.05 * (state.start % 7))[:, None], 0, 1)  # of this turn
         survival = corrected(state.past, raw)

@@ -18,6 +18,7 @@ from dspark_jax.decoding.budget import (
     budgeted_lengths,
     corrected,
     count_kept,
+    forecast,
     make_round,
     pays_to_draft,
     remember,
@@ -127,7 +128,7 @@ def _budgeted_round(
     state, past = carry.state, carry.state.past
     assert program.drafter is not None  # budgets are for drafts
     now = make_round(state.active, room_left(carry.proposal, state, program), buckets, program.drafter.block_size)
-    gains = bucket_gains(now, past.newer if program.schedule == "causal" else past.older)
+    gains = bucket_gains(now, forecast(past, program.schedule))
     drafts = pays_to_draft(now, gains, past, costs)
 
     def propose(inner: tuple[Any, Proposal]) -> tuple[Any, Proposal]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dspark_jax.decoding.budget import FIRST_SURVIVAL, FORGET, PROBE, TRUST, WEIGHT
+from dspark_jax.decoding.budget import FIRST_SURVIVAL, FORGET, PROBE, SHRINK, TRUST, WEIGHT
 from dspark_jax.decoding.curve import RoundSeconds
 from dspark_jax.decoding.schedule import slots_for
 
@@ -157,6 +157,11 @@ class Past:
         decay = FORGET if verified.any() else 1.0
         self.promised = decay * self.promised + np.where(verified, raw, 0.0).sum(axis=0)
         self.kept = decay * self.kept + good.sum(axis=0)
+
+    def forecast(self, slots: np.ndarray, schedule: str) -> np.ndarray:
+        """Survival `[n, K]` to expect of the next tokens of `slots [n]`."""
+        own = self.newer if schedule == "causal" else self.older
+        return (1 - SHRINK) * own[slots] + SHRINK * self.mean
 
     def forget(self, slot: int) -> None:
         """A new request comes into `slot`."""

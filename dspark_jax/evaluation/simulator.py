@@ -345,7 +345,7 @@ class _Engine:
             leading = np.cumprod(self.replay.confidences(now) >= self.settings.threshold, axis=1).sum(axis=1)
             return np.minimum(leading, room)
         causal = self.system == "causal"
-        before = (self.past.newer if causal else self.past.older)[slots]
+        before = self.past.forecast(slots, self.system)
         gains = schedules.bucket_gains(schedules.rank(before, room), len(slots), buckets)
         if not schedules.drafting_pays(gains, len(slots), buckets, self.past.idle):
             self.past.remember(slots, None)

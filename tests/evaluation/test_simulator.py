@@ -163,16 +163,17 @@ def drafts(system, confidence, rounds, costs, accepted=0):
 
 @pytest.mark.parametrize("system", ["causal", "async"])
 def test_a_draft_that_does_not_pay_is_tried_the_more_rarely_the_more_it_loses(system):
-    """1.7 tokens at first in 1.8 s, where a plain round gives one a second: a look in the 8th round. It finds 1.5."""
+    """1.7 tokens at first in 1.8 s, where a plain round gives one a second: a look in the 15th round. It finds 1.5."""
     seen = np.flatnonzero(drafts(system, 0.5, 200, curve(draft=0.8)))
-    assert seen[0] == 7 and set(np.diff(seen[1:])) <= set(range(22, 30))
+    gaps = np.diff(seen)
+    assert seen[0] == 14 and gaps[0] > 25 and gaps[-1] < 60 and (np.diff(gaps) >= 0).all()
 
 
 def test_a_probe_that_finds_more_brings_drafting_back():
     """1.99 tokens in 1.8 s pay. `async` sees the probe's confidences a round later than `causal`."""
     costs = curve(draft=0.8)
-    assert drafts("causal", 0.99, 16, costs, accepted=1) == [False] * 7 + [True] * 9
-    assert drafts("async", 0.99, 16, costs, accepted=1) == [False] * 7 + [True, False] + [True] * 7
+    assert drafts("causal", 0.99, 16, costs, accepted=1) == [False] * 14 + [True] * 2
+    assert drafts("async", 0.99, 20, costs, accepted=1) == [False] * 14 + [True, False] + [True] * 4
 
 
 def test_the_bonus_token_is_no_accepted_draft():
