@@ -36,9 +36,7 @@ Array = jax.Array
 PROBE = 256  # times the share of speed that a draft is expected to lose: rounds without one, after which one drafts
 FIRST_SURVIVAL = 0.7  # per token, before anything is known
 WEIGHT = 0.05  # of a round in the running mean
-SHRINK = (
-    0.5  # of a forecast towards the running mean: in simulations 3 % faster than none at load 1, the same elsewhere
-)
+SHRINK = 0.5  # of a forecast towards the running mean: 3 % faster than none in simulations of load 1, else no slower
 FORGET = 0.99  # what a round leaves of the counts before it
 TRUST = 20.0  # verified tokens after which counts weigh as much as the confidences' own word
 DECIDE, PLAIN = -2, -1  # values of `Costs.force`
