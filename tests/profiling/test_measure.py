@@ -95,8 +95,8 @@ def asked(monkeypatch, tmp_path: Path) -> list[tuple[int, int]]:
 
 
 def test_every_bucket_is_reached_and_positions_stay_in_the_cache(models: Models) -> None:
-    bench = Rounds(models, 2, 256)
-    assert bench.buckets == (2, 3, 4)
+    bench = Rounds(models, 3, 256)
+    assert bench.buckets == (3, 4, 6)
     assert bench.forces == (*range(len(bench.buckets)), PLAIN)
     limit = 256 - 2
     for force in bench.forces:
