@@ -61,7 +61,7 @@ def answers(generator: Generator) -> dict[str, list[int]]:
         return {answer.request.id: answer.result(300).token_ids for answer in submitted}
 
 
-@pytest.mark.parametrize("schedule", ["fixed", "causal"])
+@pytest.mark.parametrize("schedule", ["causal"])
 def test_a_mesh_gives_the_tokens_of_one_device(schedule: str) -> None:
     """Data 2, tensor 4: greedy and seeded requests, prompts in chunks, slots that grow."""
     target, drafter = models()
