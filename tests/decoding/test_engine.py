@@ -24,12 +24,12 @@ RNG = np.random.default_rng(2)
 PROMPTS = [tuple(RNG.integers(0, VOCAB - 1, n).tolist()) for n in (1, 2, 5, 9, 17, 30, 40, 3, 8, 33)]
 
 
-def curve_for(sizes: tuple[int, ...], per_row: float = 0.1) -> Curve:
+def curve_for(sizes: tuple[int, ...], per_row: float = 0.1, plain: float = 1.0) -> Curve:
     """A made-up curve: rows that cost a little each, and a draft that costs a tenth of a plain round."""
     points = []
     for size in sizes:
         rows = buckets_for(size, BLOCK, fine=True)
-        points.append(Point(size, 256, rows, tuple(1.1 + per_row * (r - size) for r in rows), 1.0))
+        points.append(Point(size, 256, rows, tuple(1.1 + per_row * (r - size) for r in rows), plain))
     return Curve(tuple(points))
 
 
@@ -226,7 +226,7 @@ def test_many_requests_keep_the_distribution(schedule: str) -> None:
     """Through the whole engine: thousands of short requests in 64 slots, budgets of all kinds; chi-square."""
     sizes = (64,)
     engine = Engine(
-        generator(schedule=schedule, batch_size=64, slot_sizes=sizes, curve=curve_for(sizes, 0.008)), rounds=1 << 20
+        generator(schedule=schedule, batch_size=64, slot_sizes=sizes, curve=curve_for(sizes, 0.008, 1.7)), rounds=1 << 20
     )
     count = 4096
     settings = [SamplingParams(temperature=1.0, max_tokens=LENGTH + 2, seed=i) for i in range(count)]

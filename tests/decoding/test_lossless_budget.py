@@ -82,6 +82,7 @@ def test_a_global_search_on_these_confidences_is_not(expected: np.ndarray, monke
         return jnp.where(now.active, lengths, 0), jnp.int32(len(BUCKETS) - 1)
 
     monkeypatch.setattr(rounds_module, "budgeted_lengths", naive)
+    monkeypatch.setattr(rounds_module, "corrected", lambda past, survival: survival)
     costs = make_costs(None, len(BUCKETS))
     tokens, counters = simulate(sharp_drafter(), "causal", buckets=BUCKETS, costs=costs)
     assert len(np.unique(counters.verified)) > 2
