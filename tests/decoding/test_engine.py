@@ -226,15 +226,16 @@ def test_many_requests_keep_the_distribution(schedule: str) -> None:
     """Through the whole engine: thousands of short requests in 64 slots, budgets of all kinds; chi-square."""
     sizes = (64,)
     engine = Engine(
-        generator(schedule=schedule, batch_size=64, slot_sizes=sizes, curve=curve_for(sizes, 0.008, 1.7)), rounds=1 << 20
+        generator(schedule=schedule, batch_size=64, slot_sizes=sizes, curve=curve_for(sizes, 0.003, 1.7)),
+        rounds=1 << 20,
     )
     count = 4096
-    settings = [SamplingParams(temperature=1.0, max_tokens=LENGTH + 2, seed=i) for i in range(count)]
-    answers = [engine.submit(Request(str(i), PROMPT, s)) for i, s in enumerate(settings)]
+    settings = SamplingParams(temperature=1.0, max_tokens=LENGTH + 2)
+    answers = [engine.submit(Request(str(i), PROMPT, settings, stream=i)) for i in range(count)]
     with engine:
         tokens = np.asarray([answer.result(600).token_ids[:LENGTH] for answer in answers])
     did = engine.batch.statistics
-    assert len(did.by_bucket) > 2 and 0 < did.drafted_rounds and did.rows > 1.2 * did.request_rounds
+    assert len(did.by_bucket) > 1 and 0 < did.drafted_rounds and did.rows > 1.1 * did.request_rounds
     assert p_value(tokens, joint(conditionals())) > WORST
 
 

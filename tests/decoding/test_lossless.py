@@ -56,12 +56,13 @@ def simulate(
     costs=None,
     past=None,
     own_seeds=False,
+    series=11,
 ):
     """Tokens `[REQUESTS, LENGTH]` and verified counts of requests that cycle through `settings`."""
     program = Program(TARGET.config, drafter and drafter.config, schedule, mode, (), jnp.float32)
     params = bind(drafter.params, TARGET.params["embed"], TARGET.params["head"]) if drafter else {}
     columns = [jnp.asarray(np.resize(column, REQUESTS)) for column in zip(*settings, strict=True)]
-    keys = jnp.asarray([raw_key(11 << 32 | i, own_seeds) for i in range(REQUESTS)], jnp.uint32)
+    keys = jnp.asarray([raw_key(series << 32 | i, own_seeds) for i in range(REQUESTS)], jnp.uint32)
     dtypes = (jnp.float32, jnp.float32, jnp.int32, jnp.float32)
     sampling = Sampling(*(c.astype(d) for c, d in zip(columns, dtypes, strict=True)), keys)
     full = lambda value: jnp.full(REQUESTS, value, jnp.int32)  # noqa: E731
