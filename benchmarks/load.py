@@ -136,11 +136,6 @@ def prompts_of(options: Options, target: Any) -> list[tuple[int, ...]]:
     return [ids for row in itertools.zip_longest(*columns) for ids in row if ids is not None]
 
 
-def ladder(load: int) -> tuple[int, ...]:
-    """The number of slots that holds this load: powers of two."""
-    return (1 << (load - 1).bit_length(),)
-
-
 def make(system: str, options: Options, target: Any, drafter: Any, curve: Curve, slots: int) -> Generator:
     return Generator(
         target,
@@ -162,7 +157,7 @@ def at_load(
     options: Options, load: int, target: Any, drafter: Any, curve: Curve, prompts: list[tuple[int, ...]]
 ) -> dict[str, Any]:
     """All systems at one load, in turns, each warmed up."""
-    slots = ladder(load)[-1]
+    slots = 1 << (load - 1).bit_length()  # the power of two that holds it
     engines = {name: make(name, options, target, drafter, curve, slots) for name in options.systems}
     mode = SamplingParams(options.temperature).mode
     for generator in engines.values():

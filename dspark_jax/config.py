@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 
 def auto_dtype(cpuinfo: str | Path = "/proc/cpuinfo") -> str:
@@ -59,6 +62,26 @@ def log_to_stderr(form: str = "%(message)s") -> Iterator[None]:
         root.removeHandler(quiet)
         for other in others:
             root.addHandler(other)
+
+
+def settings_as_json(settings: Any) -> dict[str, Any]:
+    """The fields of a settings dataclass as JSON values: paths as text, tuples as lists."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return [plain(entry) for entry in value]
+        return str(value) if isinstance(value, Path) else value
+
+    return {name: plain(value) for name, value in asdict(settings).items()}
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Writes one JSON object, a file that is there already is replaced.
+
+    Raises:
+        ValueError: a number that is not finite.
+    """
+    path.write_text(json.dumps(values, ensure_ascii=False, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def one_line(error: BaseException) -> str:

@@ -22,7 +22,8 @@ import ml_dtypes
 import numpy as np
 
 from dspark_jax.decoding.batching import Batch
-from dspark_jax.decoding.generate import Completion, Generator, Request, mode_of
+from dspark_jax.decoding.generate import Completion, Generator, Request
+from dspark_jax.decoding.requests import mode_of
 from dspark_jax.decoding.rounds import Totals
 from dspark_jax.decoding.state import Program
 from dspark_jax.decoding.step import StepOutput, step

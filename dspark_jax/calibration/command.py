@@ -7,11 +7,10 @@ Nothing is written to a drafter unless --write or --output asks for it.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,7 +42,7 @@ from dspark_jax.checkpoints.load import (
     load_target,
 )
 from dspark_jax.checkpoints.store import read_json
-from dspark_jax.config import auto_dtype, exit_code, log_to_stderr
+from dspark_jax.config import auto_dtype, exit_code, log_to_stderr, settings_as_json, write_json
 from dspark_jax.data.prompts import iter_prompts, sampling_fields
 from dspark_jax.decoding.generate import Request
 from dspark_jax.decoding.sampling import SamplingParams
@@ -319,7 +318,7 @@ def finish(settings: CalibrateSettings, drafter: Drafter, config: DrafterConfig,
     if fit.biases:
         print("biases " + " ".join(f"{b:.4f}" for b in fit.biases))
     return {
-        "settings": {name: _plain(value) for name, value in asdict(settings).items()},
+        "settings": settings_as_json(settings),
         "drafter": str(drafter.path),
         "records": records.about,
         "temperatures": list(fit.temperatures),
@@ -332,13 +331,6 @@ def finish(settings: CalibrateSettings, drafter: Drafter, config: DrafterConfig,
         "written": written,
         "splits": {name: report.as_json(entry) for name, entry in reports.items()},
     }
-
-
-def _plain(value: Any) -> Any:
-    """A setting as a JSON value: paths are texts."""
-    if isinstance(value, tuple):
-        return [_plain(entry) for entry in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 def fit_or_refuse(records: Records, settings: STSSettings, biases: bool) -> dict[str, STSFit]:
@@ -375,7 +367,7 @@ def _run(settings: CalibrateSettings) -> None:
     with log_to_stderr():
         done = calibrate(settings)
     if settings.json is not None:
-        settings.json.write_text(json.dumps(done, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_json(settings.json, done)
 
 
 if __name__ == "__main__":

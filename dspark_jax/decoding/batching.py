@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ import numpy as np
 
 from dspark_jax.decoding.admission import Chunk, NewRequests, Prefilled, admit, prefill, prefill_chunk
 from dspark_jax.decoding.placement import placed
-from dspark_jax.decoding.requests import Completion, Request
+from dspark_jax.decoding.requests import Completion, Request, mode_of
 from dspark_jax.decoding.resize import with_capacity, with_slots
 from dspark_jax.decoding.rounds import Totals, run_rounds
-from dspark_jax.decoding.sampling import Mode, Sampling, SamplingParams, raw_key
+from dspark_jax.decoding.sampling import MODES, Mode, Sampling, SamplingParams, raw_key
 from dspark_jax.decoding.state import DecodeState, Program, init_caches, init_state
 from dspark_jax.decoding.statistics import Statistics
 
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
     from dspark_jax.decoding.generate import Generator
 
 _SHORTEST = 32  # prompts are padded to powers of two from here on, tokens
-_GROUP = 8  # prompts of one padded length that are prefilled together, where so many wait
+GROUP = 8  # prompts of one padded length that are prefilled together, where so many wait
 _SMALLEST = 256  # caches begin with this capacity and grow, by a half or a third each time
-_PATIENCE = 16  # iterations in which fewer slots would have done, before their number shrinks
-MODES: tuple[Mode, ...] = ("greedy", "plain", "filtered")
+PATIENCE = 16  # iterations in which fewer slots would have done, before their number shrinks
 # a request of each mode
 _OF_MODE = {m: SamplingParams(temperature=t, top_p=p) for m, t, p in zip(MODES, (0, 1, 1), (1, 1, 0.9), strict=True)}
 
@@ -69,6 +68,14 @@ def _host(values: Any, dtype: Any = np.int32) -> Any:
     return np.asarray(list(values) if isinstance(values, Iterable) else values, dtype)
 
 
+def _padded(pieces: Sequence[Sequence[int]], size: int) -> Any:
+    """Right-padded tokens, int32 `[P, size]`."""
+    ids = np.zeros((len(pieces), size), np.int32)
+    for row, piece in zip(ids, pieces, strict=True):
+        row[: len(piece)] = piece
+    return ids
+
+
 _and = jax.jit(jnp.logical_and)  # one program, whatever the operands are
 
 
@@ -83,6 +90,13 @@ def capacity_for(tokens: int) -> int:
 def padded_length(tokens: int) -> int:
     """The prompt length that a program is compiled for: the next power of two, at least 32 tokens."""
     return max(_SHORTEST, 1 << (tokens - 1).bit_length())
+
+
+def chunks_of(tokens: int, chunk: int) -> tuple[list[int], int]:
+    """Pieces by which a prompt is taken in, of at most `chunk`: their padded lengths, and a capacity that holds all."""
+    sizes = [chunk] * ((tokens - 1) // chunk)
+    sizes.append(min(padded_length(tokens - chunk * len(sizes)), chunk))
+    return sizes, capacity_for(sum(sizes))
 
 
 @dataclass(frozen=True)
@@ -117,15 +131,18 @@ class _Long:
     done: int = 0
 
 
-@dataclass
-class _Counts:
-    """A host copy of the small arrays of a state."""
+class _Counts(NamedTuple):
+    """The small arrays of a state, on the device or on the host."""
 
-    tokens: np.ndarray
-    length: np.ndarray
-    active: np.ndarray
-    stopped: np.ndarray
+    tokens: Any
+    length: Any
+    active: Any
+    stopped: Any
     counters: Any
+
+
+def _small(state: DecodeState) -> _Counts:
+    return _Counts(state.tokens, state.length, state.active, state.stopped, state.counters)
 
 
 @dataclass
@@ -180,7 +197,7 @@ class Batch:
         self._set_slots()
         events += self._take_in()
         if self.slots:
-            mode = max((self.least_mode, *(w.request.sampling.mode for w in self.slots.values())), key=MODES.index)
+            mode = mode_of((w.request for w in self.slots.values()), self.least_mode)
             self._fit()
             totals = self._decode(rounds, self.generator.program(mode))
             events += self._collect(totals)
@@ -212,7 +229,7 @@ class Batch:
         if self._state is None:
             self._state = self.empty_state(wanted)
         self._roomy = self._roomy + 1 if wanted < self.size else 0
-        if wanted > self.size or self._roomy >= _PATIENCE:
+        if wanted > self.size or self._roomy >= PATIENCE:
             steps = [s for s in sizes if min(wanted, self.size) <= s <= max(wanted, self.size) and s != self.size]
             for size in steps if wanted > self.size else reversed(steps):
                 self._to_slots(size)
@@ -238,7 +255,7 @@ class Batch:
         program = self.generator.program()
         ends = (len(w.request.prompt_ids) + w.length - 1 + program.slots for w in self.slots.values())
         wanted = capacity_for(max(prompt, *ends, 1))
-        now = self.state.target_cache[0].keys.shape[1]
+        now = self.state.capacity
         if wanted != now and not now // 2 < wanted < now:
             self._state = with_capacity(self.state, wanted, program)
             self.statistics.resizes += bool(now)
@@ -275,24 +292,20 @@ class Batch:
         size = padded_length(len(self.queue[0].request.prompt_ids))
         window = list(self.queue)[: len(free)]
         alike = [w for w in window if padded_length(len(w.request.prompt_ids)) == size]
-        group = alike[: _GROUP if len(alike) >= _GROUP else 1]
+        group = alike[: GROUP if len(alike) >= GROUP else 1]
         taken = {w.ticket for w in group}
         self.queue = deque(w for w in self.queue if w.ticket not in taken)
         new = self.new_requests(group, free[: len(group)], size)
         began = time.perf_counter()
         self._starts(began)
-        program = g.entry_program(max((w.request.sampling.mode for w in group), key=MODES.index))
+        program = g.entry_program(mode_of(w.request for w in group))
         ready = run_prefill(g.target.params, g.draft_params, new, program=program)
         for work in group:
             work.began = began
         return size * len(group), self._seat(group, new, ready, size, began)
 
     def _plan(self, tokens: int) -> tuple[list[int], int]:
-        """Chunks of a prompt: the padded length of each, and the cache capacity that holds them."""
-        chunk = self.generator.prefill_chunk
-        sizes = [chunk] * ((tokens - 1) // chunk)
-        sizes.append(min(padded_length(tokens - chunk * len(sizes)), chunk))
-        return sizes, capacity_for(sum(sizes))
+        return chunks_of(tokens, self.generator.prefill_chunk)
 
     def _next_chunk(self, long: _Long) -> tuple[int, list[Event]]:
         """The next piece of a long prompt; after the last one it gets its slot."""
@@ -301,10 +314,8 @@ class Batch:
         size = sizes[long.done // g.prefill_chunk]
         piece = ids[long.done : long.done + size]
         end = long.done + len(piece)
-        padded = np.zeros((1, size), np.int32)
-        padded[0, : len(piece)] = piece
         after = ids[end] if end < len(ids) else -1
-        chunk = Chunk(_host(padded), _host([len(piece)]), _host([long.done]), _host([after]))
+        chunk = Chunk(_padded([piece], size), _host([len(piece)]), _host([long.done]), _host([after]))
         new = self.new_requests([long.work], [long.slot], size, lengths=[len(ids)])
         program = g.entry_program(long.work.request.sampling.mode)
         began = time.perf_counter()
@@ -338,9 +349,7 @@ class Batch:
         self, group: list[Work], slots: list[int], size: int, lengths: list[int] | None = None
     ) -> NewRequests:
         """Device arrays of a group; `lengths`: of the whole prompts, where `size` is that of a chunk."""
-        ids = np.zeros((len(group), size), np.int32)
-        for row, work in enumerate(group):
-            ids[row, : len(work.request.prompt_ids)] = work.request.prompt_ids[:size]
+        ids = _padded([w.request.prompt_ids[:size] for w in group], size)
         settings = [w.request.sampling for w in group]
         keys = _host((self._key(w) for w in group), np.uint32)
         floats = lambda name: _host((getattr(s, name) for s in settings), np.float32)  # noqa: E731
@@ -353,7 +362,7 @@ class Batch:
         )
         counts = _host(lengths or (len(w.request.prompt_ids) for w in group))
         limits = _host(self.generator.limit(w.request) for w in group)
-        return NewRequests(_host(ids), counts, _host(slots), limits, sampling)
+        return NewRequests(ids, counts, _host(slots), limits, sampling)
 
     def _key(self, work: Work) -> tuple[int, int]:
         """Raw key data: of the request's own seed, its stream, or the generator's seed with the ticket."""
@@ -374,7 +383,7 @@ class Batch:
 
     def _rounds(self, state: DecodeState, rounds: int, waiting: bool, program: Program) -> tuple[DecodeState, Totals]:
         g, size = self.generator, state.anchor.shape[0]
-        costs = g.costs(size, state.target_cache[0].keys.shape[1])
+        costs = g.costs(size, state.capacity)
         most, until_free = _host(rounds), _host(waiting, bool)
         return run_many(
             g.target.params, g.draft_params, state, most, until_free, costs, program=program, buckets=g.buckets_of(size)
@@ -383,10 +392,8 @@ class Batch:
     def _collect(self, totals: Totals) -> list[Event]:
         """Waits for the rounds, and hands out what they brought."""
         began, state = time.perf_counter(), self.state
-        small = (state.tokens, state.length, state.active, state.stopped, state.counters)
-        *fetched, did = jax.device_get((*small, totals))
+        counts, did = jax.device_get((_small(state), totals))
         self._waits(began, "rounds")
-        counts = _Counts(*fetched)
         active, self.slots = self.slots, {}
         events = []
         for slot, work in sorted(active.items()):
@@ -400,7 +407,7 @@ class Batch:
             else:
                 events.append(Event(work.ticket, tokens, self._completion(slot, work, counts)))
         brought = sum(len(event.tokens) for event in events)
-        drafts = self.generator.draft_seconds(self.size, state.target_cache[0].keys.shape[1])
+        drafts = self.generator.draft_seconds(self.size, state.capacity)
         self.statistics.add_rounds(did, self.generator.buckets_of(self.size), brought, drafts)
         return events
 
@@ -431,7 +438,7 @@ class Batch:
         if not ended:
             return events
         state = self.state
-        counts = _Counts(*jax.device_get((state.tokens, state.length, state.active, state.stopped, state.counters)))
+        counts = jax.device_get(_small(state))
         keeps = np.ones(self.size, bool)
         keeps[ended] = False
         self._state = state._replace(active=_and(state.active, keeps))
@@ -493,7 +500,7 @@ class Batch:
     def _warm_prompt(self, tokens: int, mode: Mode) -> list[tuple[NewRequests, Prefilled, int]]:
         """Takes in prompts of `tokens` tokens; with the cache capacities that they need."""
         g, made = self.generator, []
-        works = [Work(Request("", (0,) * tokens, _OF_MODE[mode]), 0, 0.0)] * _GROUP
+        works = [Work(Request("", (0,) * tokens, _OF_MODE[mode]), 0, 0.0)] * GROUP
         if tokens > g.prefill_chunk:
             program = g.entry_program(mode)
             sizes, capacity = self._plan(tokens)
@@ -505,7 +512,7 @@ class Batch:
                 ready = run_chunk(g.target.params, g.draft_params, caches, chunk, new.sampling, program=program)
                 caches = ready.target_cache, ready.draft_cache
             return [(new, ready, capacity)]
-        for count in (1, _GROUP) if g.batch_size >= _GROUP else (1,):
+        for count in (1, GROUP) if g.batch_size >= GROUP else (1,):
             new = self.new_requests(works[:count], [0] * count, tokens)
             made.append((new, run_prefill(g.target.params, g.draft_params, new, program=g.entry_program(mode)), tokens))
         return made

@@ -42,6 +42,7 @@ class Answer:
     request: Request
     _engine: Engine = field(repr=False)
     _listener: Listener | None = field(default=None, repr=False)
+    _ticket: int | None = field(default=None, repr=False)  # the batch's, once it has the request
     _pieces: queue.SimpleQueue[list[int] | None] = field(default_factory=queue.SimpleQueue, repr=False)
     _ended: threading.Event = field(default_factory=threading.Event, repr=False)
     _completion: Completion | None = field(default=None, repr=False)
@@ -128,13 +129,11 @@ class Engine:
             raise ValueError(f"rounds {self.rounds}: must be at least 1")
         self.batch = Batch(self.generator)
         self._orders: list[tuple[str, Answer]] = []
-        self._waiting = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closing = ""  # "drain": finish what is there; "stop": end it
         self._error: BaseException | None = None
-        self._answers: dict[int, Answer] = {}
-        self._tickets: dict[int, int] = {}  # id of an answer: its ticket
+        self._answers: dict[int, Answer] = {}  # by ticket
 
     # --- callers ---
 
@@ -170,8 +169,7 @@ class Engine:
                 raise EngineClosed("the engine is closed")
             if self.max_waiting is not None and self._waiting >= self.max_waiting:
                 raise EngineFull(f"{self._waiting} requests wait already, at most {self.max_waiting} may")
-            self._waiting += 1
-        self._order(answer, "submit")
+            self._order(answer, "submit")
         return answer
 
     def warm_up(
@@ -189,6 +187,12 @@ class Engine:
         prompts = range(1, min(longest_prompt, longest) + 1)
         with self.generator.in_mesh():
             self.batch.warm_up(end, prompts, modes, modes)
+
+    @property
+    def _waiting(self) -> int:
+        """Requests that have no slot yet."""
+        with self._changed:
+            return len(self.batch.queue) + sum(what == "submit" for what, _ in self._orders)
 
     @property
     def load(self) -> tuple[int, int]:
@@ -228,8 +232,6 @@ class Engine:
                 while self._wait_for_work():
                     for event in self.batch.advance(self.rounds):
                         self._deliver(event)
-                    with self._changed:
-                        self._waiting = len(self.batch.queue) + sum(what == "submit" for what, _ in self._orders)
         except BaseException as error:
             self._error = error
             logger.exception("the engine has failed: its requests end, and it takes no more")
@@ -243,9 +245,9 @@ class Engine:
                 if not self._orders and not self.batch.busy and not self._closing:
                     self.batch.idles()
                     self._changed.wait()
-                orders, self._orders = self._orders, []
-            for what, answer in orders:
-                self._obey(what, answer)
+                for what, answer in self._orders:
+                    self._obey(what, answer)
+                self._orders = []
             if self._closing == "stop":
                 for ticket in list(self._answers):
                     self.batch.cancel(ticket)
@@ -256,16 +258,15 @@ class Engine:
 
     def _obey(self, what: str, answer: Answer) -> None:
         if what == "submit":
-            ticket = self.batch.add(answer.request)
-            self._answers[ticket] = answer
-            self._tickets[id(answer)] = ticket
-        elif id(answer) in self._tickets:
-            self.batch.cancel(self._tickets[id(answer)])
+            answer._ticket = self.batch.add(answer.request)
+            self._answers[answer._ticket] = answer
+        elif answer._ticket is not None:
+            self.batch.cancel(answer._ticket)
 
     def _deliver(self, event: Event) -> None:
         answer = self._answers[event.ticket]
         if event.completion is not None:
-            del self._answers[event.ticket], self._tickets[id(answer)]
+            del self._answers[event.ticket]
         answer._take(event.tokens, event.completion)
 
     def _abandon(self) -> None:

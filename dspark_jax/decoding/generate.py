@@ -6,7 +6,7 @@ serves requests that come at any time with the same parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dspark_jax.decoding.batching import MODES, Batch, capacity_for, padded_length
+from dspark_jax.decoding.batching import Batch, capacity_for, padded_length
 from dspark_jax.decoding.budget import Costs, make_costs
 from dspark_jax.decoding.curve import Curve
 from dspark_jax.decoding.placement import places
-from dspark_jax.decoding.requests import Completion, Request
+from dspark_jax.decoding.requests import Completion, Request, mode_of
 from dspark_jax.decoding.sampling import Mode
-from dspark_jax.decoding.schedule import BUDGETED, SCHEDULES, Schedule, buckets_for
+from dspark_jax.decoding.schedule import SCHEDULES, Schedule, buckets_for
 from dspark_jax.decoding.state import Program
 from dspark_jax.drafters.interface import bind
 from dspark_jax.models.transformer import head_weight
@@ -69,6 +69,7 @@ class Generator:
     mesh: Mesh | None = None
     draft_params: dict = field(init=False, repr=False)
     _costs: dict[tuple[int, int], Costs] = field(init=False, repr=False, default_factory=dict)
+    _drafts: dict[tuple[int, int], float] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -126,7 +127,7 @@ class Generator:
     @property
     def budgeted(self) -> bool:
         """Whether rows are shared out by a budget."""
-        return self.drafter is not None and self.schedule in BUDGETED
+        return self.program().budgeted
 
     def program(self, mode: Mode = "greedy") -> Program:
         """The static description of the program that serves `mode`."""
@@ -154,7 +155,11 @@ class Generator:
 
     def draft_seconds(self, slots: int, context: int) -> float:
         """Seconds that a draft takes by the curve; 0 without one."""
-        return self.curve.costs(slots, context).draft if self.curve and self.drafter is not None else 0.0
+        if self.curve is None or self.drafter is None:
+            return 0.0
+        if (slots, context) not in self._drafts:
+            self._drafts[slots, context] = self.curve.costs(slots, context).draft
+        return self._drafts[slots, context]
 
     def in_mesh(self) -> AbstractContextManager[Any]:
         """The context that programs are traced and run in."""
@@ -223,8 +228,3 @@ class Generator:
         with self.in_mesh():
             modes = {mode, *(r.sampling.mode for r in todo)}
             Batch(self, mode).warm_up(max(ends, default=1), [len(r.prompt_ids) for r in todo], sorted(modes), [mode])
-
-
-def mode_of(requests: Sequence[Request]) -> Mode:
-    """The cheapest sampling program that serves all of `requests`."""
-    return MODES[max((MODES.index(r.sampling.mode) for r in requests), default=0)]

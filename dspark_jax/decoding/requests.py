@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dspark_jax.decoding.sampling import SamplingParams
+from dspark_jax.decoding.sampling import MODES, Mode, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,11 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     stream: int | None = None
+
+
+def mode_of(requests: Iterable[Request], least: Mode = "greedy") -> Mode:
+    """The cheapest sampling program that serves all of `requests`, `least` or above."""
+    return max((least, *(request.sampling.mode for request in requests)), key=MODES.index)
 
 
 @dataclass

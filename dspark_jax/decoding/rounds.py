@@ -23,7 +23,6 @@ from dspark_jax.decoding.budget import (
     pays_to_draft,
     remember,
 )
-from dspark_jax.decoding.schedule import BUDGETED
 from dspark_jax.decoding.state import DecodeState, Program
 from dspark_jax.decoding.step import admitted_lengths, draft, room_left, step, verify_and_commit
 from dspark_jax.drafters import interface
@@ -94,7 +93,8 @@ def verify_in_bucket(
     return state
 
 
-def _empty_proposal(draft_params: Params, state: DecodeState, program: Program) -> Proposal:
+def empty_proposal(draft_params: Params, state: DecodeState, program: Program) -> Proposal:
+    """Zeros in the shape of a proposal, its cache left out: for rounds without a draft."""
     shapes = jax.eval_shape(lambda params, now: draft(params, now, program)._replace(cache=()), draft_params, state)
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
@@ -170,9 +170,8 @@ def run_rounds(
         buckets: ascending row counts; the last holds everything.
     """
     before = jnp.sum(state.active)
-    last = state.target_cache[0].keys.shape[1] - program.slots  # where the last round that fits begins
-    budgeted = program.drafter is not None and program.schedule in BUDGETED
-    if budgeted and costs is None:
+    last = state.capacity - program.slots  # where the last round that fits begins
+    if program.budgeted and costs is None:
         raise ValueError(f"schedule {program.schedule!r}: needs costs (budget.make_costs)")
 
     def go_on(carry: _Carry) -> Array:
@@ -182,13 +181,13 @@ def run_rounds(
         return (carry.totals.rounds < rounds) & (busy > 0) & fits & ((busy == before) | ~until_free)
 
     def body(carry: _Carry) -> _Carry:
-        if budgeted:
+        if program.budgeted:
             assert costs is not None
             return _budgeted_round(target_params, draft_params, carry, costs, program, buckets)
         return _free_round(target_params, draft_params, carry, program, buckets)
 
     zero = jnp.int32(0)
     totals = Totals(zero, zero, jnp.zeros(len(buckets), jnp.int32), zero, zero)
-    nothing = _empty_proposal(draft_params, state, program) if budgeted else ()
+    nothing = empty_proposal(draft_params, state, program) if program.budgeted else ()
     done = jax.lax.while_loop(go_on, body, _Carry(state, nothing, totals))  # type: ignore[arg-type]
     return done.state, done.totals

@@ -7,13 +7,14 @@ draft's and the target's distributions, so a draft token is drawn from the very 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 
 Array = jax.Array
 Mode = Literal["greedy", "plain", "filtered"]
+MODES: tuple[Mode, ...] = get_args(Mode)  # each serves what those before it do
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy, as in the reference implementation
 # Purposes of a random draw at a position: each has its own stream.
 DRAW_TARGET, DRAW_DRAFT, DRAW_ACCEPT = 0, 1, 2

@@ -43,9 +43,14 @@ class Program:
         """S, rows that one request can have in a step: the anchor and gamma drafts."""
         return 1 + (self.drafter.block_size if self.drafter else 0)
 
+    @property
+    def budgeted(self) -> bool:
+        """Whether rows are shared out by a budget, among drafts."""
+        return self.drafter is not None and self.schedule in BUDGETED
+
     def slots_in(self, bucket: int, requests: int) -> int:
         """S of a step with `bucket` rows for `requests` slots: fewer in small buckets of a budgeted schedule."""
-        if self.drafter is None or self.schedule not in BUDGETED:
+        if self.drafter is None or not self.budgeted:
             return self.slots
         return slots_for(requests, self.drafter.block_size, bucket)
 
@@ -93,6 +98,11 @@ class DecodeState(NamedTuple):
     sampling: Sampling
     counters: Counters
     past: Past
+
+    @property
+    def capacity(self) -> int:
+        """T, positions of the caches."""
+        return self.target_cache[0].keys.shape[1]
 
 
 def init_caches(program: Program, requests: int, capacity: int) -> tuple[tuple[LayerCache, ...], Any]:

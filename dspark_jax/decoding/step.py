@@ -21,7 +21,7 @@ from dspark_jax.decoding.sampling import (
     distribution,
     uniforms,
 )
-from dspark_jax.decoding.schedule import BUDGETED, cap_to_bucket, pack_rows, verify_lengths
+from dspark_jax.decoding.schedule import cap_to_bucket, pack_rows, verify_lengths
 from dspark_jax.decoding.state import Counters, DecodeState, Program, is_stop, mask_padding
 from dspark_jax.decoding.verify import Verdict, accepted_length, next_distribution, verify_greedy
 from dspark_jax.drafters import interface
@@ -59,7 +59,7 @@ def draft(draft_params: Params, state: DecodeState, program: Program) -> Proposa
         probs = distribution(logits, state.sampling, program.mode)  # [Vd, R]
         position = state.start + 1 + slot
         draws = uniforms(state.sampling.key, position, DRAW_DRAFT)
-        if program.schedule in BUDGETED:
+        if program.budgeted:
             draws = jnp.where(state.sampling.pinned, uniforms(state.sampling.key, position, DRAW_TARGET), draws)
         token = categorical(probs, draws)
         return token, jnp.take_along_axis(probs, token[None], axis=0)[0], probs
@@ -85,7 +85,7 @@ def admitted_lengths(proposal: Proposal, state: DecodeState, program: Program, b
     cut where they do not fit.
     """
     room = room_left(proposal, state, program)
-    if program.drafter is None or program.schedule not in BUDGETED:
+    if program.drafter is None or not program.budgeted:
         lengths = verify_lengths(program.schedule, proposal.confidence, state.threshold, room)
         return cap_to_bucket(lengths, state.active, bucket)
     now = make_round(state.active, room, (bucket,), program.drafter.block_size)
@@ -123,7 +123,7 @@ def judge(
         target_next = next_distribution(target_next, draft_next, accepted < lengths)
     draw = uniforms(state.sampling.key, state.start + 1 + accepted, DRAW_TARGET)
     verdict = Verdict(accepted, categorical(target_next, draw))
-    if block and program.schedule in BUDGETED:
+    if block and program.budgeted:
         pinned = judge_pinned(target, proposal, lengths, packing, state)
         verdict = Verdict(*(jnp.where(state.sampling.pinned, a, b) for a, b in zip(pinned, verdict, strict=True)))
     return verdict

@@ -5,7 +5,6 @@ The curve is of `dspark profile`, for this device or another; the rounds are of 
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
@@ -20,7 +19,7 @@ from tqdm import tqdm
 from dspark_jax.calibration.collect import Records, check_drafter, fingerprint, load_records, merge
 from dspark_jax.checkpoints.load import embedded_drafter_path, load_drafter
 from dspark_jax.checkpoints.store import read_json
-from dspark_jax.config import exit_code, log_to_stderr
+from dspark_jax.config import exit_code, log_to_stderr, settings_as_json, write_json
 from dspark_jax.decoding.curve import Curve, Point, Prefill
 from dspark_jax.evaluation.loads import Load
 from dspark_jax.evaluation.replay import Calibration, make_replay
@@ -237,7 +236,7 @@ def run(settings: SimulateSettings) -> dict[str, Any]:
         for path in plot(settings.plots, results):
             logger.info("%s: written", path)
     return {
-        "settings": {name: _plain(value) for name, value in asdict(settings).items()},
+        "settings": settings_as_json(settings),
         "curve": measured_on,
         "calibration": asdict(calibration),
         "recorded": {"requests": replay.requests, "rounds": len(replay.accepted), "block_size": replay.block},
@@ -282,13 +281,6 @@ def _cells(result: Result) -> tuple[str, ...]:
     return (result.system, f"{result.load:g}", *texts)
 
 
-def _plain(value: Any) -> Any:
-    """A setting as a JSON value: paths are texts."""
-    if isinstance(value, tuple):
-        return [_plain(entry) for entry in value]
-    return str(value) if isinstance(value, Path) else value
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command `dspark simulate`: exit code 0, or 2 (bad input, one line on stderr)."""
     settings = tyro.cli(SimulateSettings, args=argv, prog=_PROGRAM, config=(tyro.conf.FlagCreatePairsOff,))
@@ -299,7 +291,7 @@ def _run(settings: SimulateSettings) -> None:
     with log_to_stderr():
         done = run(settings)
     if settings.json is not None:
-        settings.json.write_text(json.dumps(done, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_json(settings.json, done)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from dspark_jax.decoding.batching import GROUP, PATIENCE, capacity_for, chunks_of, padded_length
 from dspark_jax.decoding.curve import Curve
-from dspark_jax.decoding.generate import capacity_for, padded_length
 from dspark_jax.decoding.schedule import BUDGETED, buckets_for
 from dspark_jax.evaluation import schedules
 from dspark_jax.evaluation.loads import Load, Source, Waiting
@@ -31,8 +31,6 @@ from dspark_jax.evaluation.tally import Phase, Result, Tally
 System = Literal["plain", "mtp1", "fixed", "threshold", "causal", "async"]
 SYSTEMS: tuple[System, ...] = get_args(System)
 LADDER = (1, 2, 4, 8, 16, 32, 64)
-PATIENCE = 16  # iterations in which fewer slots would have done, before their number shrinks
-GROUP = 8  # prompts of one padded length that are taken in together, where so many wait
 
 
 @dataclass(frozen=True)
@@ -241,10 +239,7 @@ class _Engine:
         return int(self.replay.prompt[waiting.request])
 
     def in_pieces(self, waiting: Waiting) -> _Long:
-        chunk = self.settings.prefill_chunk
-        pieces = [chunk] * ((self.prompt(waiting) - 1) // chunk)
-        pieces.append(min(padded_length(self.prompt(waiting) - chunk * len(pieces)), chunk))
-        return _Long(waiting, pieces, capacity_for(sum(pieces)))
+        return _Long(waiting, *chunks_of(self.prompt(waiting), self.settings.prefill_chunk))
 
     def next_piece(self, long: _Long) -> int:
         """Takes in a piece of a long prompt, after the last one the request has its slot; returns padded tokens."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import tyro
 
+from dspark_jax.config import settings_as_json
 from dspark_jax.profiling.topology import parse_topology
 
 
@@ -105,7 +106,7 @@ class AotSettings:
 
     def as_json(self) -> dict[str, Any]:
         """The options with paths as text."""
-        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        return settings_as_json(self)
 
 
 def parse_settings(argv: list[str], program: str) -> AotSettings:

@@ -21,17 +21,18 @@ from jax.typing import DTypeLike
 from dspark_jax import sharding
 from dspark_jax.decoding.batching import capacity_for
 from dspark_jax.decoding.curve import Point
+from dspark_jax.decoding.rounds import empty_proposal
 from dspark_jax.decoding.sampling import Mode
 from dspark_jax.decoding.schedule import buckets_for
 from dspark_jax.decoding.state import DecodeState, Program
-from dspark_jax.decoding.step import draft, verify_and_commit
+from dspark_jax.decoding.step import verify_and_commit
 from dspark_jax.models import transformer
 from dspark_jax.models.config import TransformerConfig
 from dspark_jax.profiling.aot import compile_program
 from dspark_jax.profiling.aot_programs import DecodeJob
 from dspark_jax.profiling.aot_report import ProgramReport, refusal
-from dspark_jax.profiling.curves import CurveKey, MeasuredPoint, Profile, key_of, save_curve
-from dspark_jax.profiling.provide import stored
+from dspark_jax.profiling.curves import CurveKey, MeasuredPoint, Profile, key_of
+from dspark_jax.profiling.provide import add_points
 from dspark_jax.profiling.topology import Topology
 from dspark_jax.sharding import MeshShape, make_mesh
 from dspark_jax.training.objectives import TrainableConfig
@@ -87,8 +88,7 @@ def lower_plain(planned: Planned, slots: int, context: int) -> Any:
 
     def run(target: Any, own: Any, state: DecodeState) -> Any:
         bound = {"embed": target["embed"], "head": transformer.head_weight(target)} | own
-        shapes = jax.eval_shape(lambda params, now: draft(params, now, program)._replace(cache=()), bound, state)
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)._replace(cache=state.draft_cache)
+        nothing = empty_proposal(bound, state, program)._replace(cache=state.draft_cache)
         none = jnp.zeros_like(state.start)
         never = jnp.bool_(False)
         return verify_and_commit(
@@ -145,10 +145,9 @@ def estimate_into(
         ValueError: sizes that no program has; a file that is damaged, or of something else.
     """
     planned.check(slots, contexts)
-    profile = stored(path, planned.key)
-    there = {p.place for p in profile.points}
-    for r, t in dict.fromkeys((r, t) for r in slots for t in contexts if again or (r, t) not in there):
+
+    def estimate(r: int, t: int) -> MeasuredPoint:
         logger.info("compiling rounds of %d slots with caches of %d tokens", r, t)
-        profile = profile.with_points([estimate_point(planned, r, t)])
-        save_curve(path, profile)
-    return profile
+        return estimate_point(planned, r, t)
+
+    return add_points(path, planned.key, slots, contexts, estimate, again)

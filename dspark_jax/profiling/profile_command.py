@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import tyro
 
 from dspark_jax.checkpoints.load import embedded_drafter_path, embedded_target_path, load_drafter, load_target
-from dspark_jax.config import auto_dtype, exit_code, log_to_stderr
+from dspark_jax.config import auto_dtype, exit_code, log_to_stderr, settings_as_json, write_json
 from dspark_jax.profiling import profile_report
 from dspark_jax.profiling.aot_command import target_config
 from dspark_jax.profiling.curves import Profile, default_path
@@ -110,7 +109,7 @@ class ProfileSettings:
 
     def as_json(self) -> dict[str, Any]:
         """The options with paths as text."""
-        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        return settings_as_json(self)
 
 
 def load_models(settings: ProfileSettings) -> Models:
@@ -194,8 +193,7 @@ def _run(settings: ProfileSettings) -> None:
         path, found = profile(settings)
     if settings.json is not None:
         done = {"settings": settings.as_json(), "file": str(path), "key": asdict(found.key)}
-        text = json.dumps(done | profile_report.as_json(found), indent=1, allow_nan=False)
-        settings.json.write_text(text + "\n", encoding="utf-8")
+        write_json(settings.json, done | profile_report.as_json(found))
 
 
 if __name__ == "__main__":

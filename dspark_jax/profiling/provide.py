@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from dspark_jax.decoding.curve import Curve
-from dspark_jax.profiling.curves import CurveKey, Profile, check_key, default_path, load_curve, save_curve
+from dspark_jax.profiling.curves import (
+    CurveKey,
+    MeasuredPoint,
+    Profile,
+    check_key,
+    default_path,
+    load_curve,
+    save_curve,
+)
 from dspark_jax.profiling.measure import CONTEXTS, Models, Timing, measure_point, measure_prefills
 
 logger = logging.getLogger(__name__)
@@ -25,6 +33,30 @@ def stored(path: Path, key: CurveKey) -> Profile:
         return Profile(key, ())
     profile = load_curve(path)
     check_key(profile.key, key, path)
+    return profile
+
+
+def add_points(
+    path: Path,
+    key: CurveKey,
+    slots: Sequence[int],
+    contexts: Sequence[int],
+    make: Callable[[int, int], MeasuredPoint],
+    again: bool,
+) -> Profile:
+    """The profile of this key at `path` with every pair of `slots` and `contexts`, made and stored point by point.
+
+    Args:
+        make: gives the point of R slots and T tokens. again: whether those that are there are made anew.
+
+    Raises:
+        ValueError: as `stored`, or `make`.
+    """
+    profile = stored(path, key)
+    there = {p.place for p in profile.points}
+    for r, t in dict.fromkeys((r, t) for r in slots for t in contexts if again or (r, t) not in there):
+        profile = profile.with_points([make(r, t)])
+        save_curve(path, profile)
     return profile
 
 
@@ -50,12 +82,13 @@ def measure_into(
         ValueError: sizes that no program has; a file that is damaged, or of another machine or other models.
     """
     models.check(slots, contexts)
-    profile = stored(path, models.key)
-    there, known = {p.place for p in profile.points}, {p.tokens for p in profile.prefills}
-    for r, t in dict.fromkeys((r, t) for r in slots for t in contexts if again or (r, t) not in there):
+
+    def measure(r: int, t: int) -> MeasuredPoint:
         logger.info("measuring rounds of %d slots with caches of %d tokens", r, t)
-        profile = profile.with_points([measure_point(models, r, t, timing)])
-        save_curve(path, profile)
+        return measure_point(models, r, t, timing)
+
+    profile = add_points(path, models.key, slots, contexts, measure, again)
+    known = {p.tokens for p in profile.prefills}
     wanted = [length for length in lengths if again or length not in known]
     if wanted:
         logger.info("measuring prefills of %s tokens", ", ".join(map(str, wanted)))

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from dspark_jax.config import exit_code
+from dspark_jax.config import exit_code, write_json
 from dspark_jax.serving.settings import ServeSettings, parse_settings
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def run(settings: ServeSettings) -> int:
     if not settings.demo:
         print(report.statistics_line(summary), file=sys.stderr)
     if settings.json is not None:
-        report.write_json(settings.json, summary)
+        write_json(settings.json, summary)
     return code
 
 

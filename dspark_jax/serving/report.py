@@ -5,9 +5,7 @@ Seconds are wall time; tokens are generated tokens, stop token included.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -149,8 +147,3 @@ def statistics_line(summary: Mapping[str, Any]) -> str:
         None: "texts sampled, not compared",
     }[found["equal_texts"]]
     return f"{line}; plain {found['plain']['tokens_per_second']:.1f} tokens/s, speed-up {found['speedup']:.2f}; {same}"
-
-
-def write_json(path: Path, summary: Mapping[str, Any]) -> None:
-    """Writes one JSON object, a file that is there already is replaced."""
-    path.write_text(json.dumps(summary, ensure_ascii=False, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -5,12 +5,13 @@ Nothing here imports JAX until a dtype is asked for, so `--help` and refusals ar
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from dspark_jax.config import settings_as_json
 from dspark_jax.data.prompts import sampling_fields
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -179,7 +180,7 @@ class ServeSettings:
 
     def as_json(self) -> dict[str, Any]:
         """The settings with paths as text, for a report."""
-        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        return settings_as_json(self)
 
 
 def parse_settings(argv: list[str], program: str = "serve.py") -> ServeSettings:

@@ -205,7 +205,7 @@ def compiled() -> list[int]:
 def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads that rise and fall, texts that grow, all settings: no program is new."""
     monkeypatch.setattr(batching, "_SMALLEST", 32)
-    monkeypatch.setattr(batching, "_PATIENCE", 2)
+    monkeypatch.setattr(batching, "PATIENCE", 2)
     engine = Engine(generator(batch_size=2, slot_sizes=(1, 2), max_context=44), rounds=2)
     engine.warm_up(longest=44, longest_prompt=40, modes=("filtered",))
     before = compiled()

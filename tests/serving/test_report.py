@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from dspark_jax.config import write_json
 from dspark_jax.serving import report
 from dspark_jax.serving.settings import ServeSettings
 
@@ -59,7 +60,7 @@ def test_report_is_json_and_one_line(greedy, words, tmp_path):
     summary = report.make_report(ServeSettings(prompt="é"), "float32", records, 1.0, comparison=found)
     text = report.statistics_line(summary)
     assert "\n" not in text and "speed-up 2.00" in text and words in text
-    report.write_json(tmp_path / "r.json", summary)
+    write_json(tmp_path / "r.json", summary)
     back = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert back["settings"]["dtype"] == "float32" and back["settings"]["prompt"] == "é"
     assert back["totals"]["completion_tokens"] == 10 and back["prompts"][0]["id"] == "a"
