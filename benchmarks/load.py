@@ -4,7 +4,8 @@
 
 A closed loop: N requests are at work all the time, each that ends is replaced at once; prompts of several domains in
 turn. What counts are the tokens between the moment when all N are at work and the moment when none is left to replace
-one that ends. The systems take turns at each load, so that a machine whose speed drifts slows all of them alike.
+one that ends. The systems take turns at each load, and ratios are of runs of one turn (their median), so that a machine
+whose speed drifts slows all of them alike.
 """
 
 from __future__ import annotations
@@ -186,18 +187,24 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return medians | {"runs": runs}
 
 
+def ratio(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Throughput of one system against another's: the median over turns."""
+    pairs = zip(one["runs"], other["runs"], strict=True)
+    return statistics.median(a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs)
+
+
 def show(results: dict[str, dict[str, Any]]) -> str:
     """The table: tokens per second, and each budget against the better of plain and fixed."""
     rows = []
     for load, entry in results.items():
         speed = {name: one["tokens_per_second"] for name, one in entry.items()}
-        best = max(speed[name] for name in ("plain", "fixed") if name in speed)
+        best = max((name for name in ("plain", "fixed") if name in speed), key=lambda name: speed[name])
         row: list[Any] = [load, *(round(s, 1) for s in speed.values())]
         for name in ("causal", "async"):
             if name in entry:
                 one = entry[name]
                 row += [
-                    f"{speed[name] / best:.3f}",
+                    f"{ratio(one, entry[best]):.3f}",
                     f"{one['budget']:.2f}",
                     f"{one['padding']:.1%}",
                     f"{one['host']:.2%}",
