@@ -56,7 +56,7 @@ class Options:
         max_tokens: of an answer on average; from half of it to half more. longest: of a prompt, tokens.
         rounds: rounds between two looks of the host.
         drafter: a folder; the embedded one by default.
-        json: file for the results. plot: file for the picture (PNG).
+        json: file for the results; loads that it has from an earlier call are kept. plot: file for the picture (PNG).
     """
 
     prompts: Path
@@ -265,6 +265,8 @@ def main() -> None:
         flush=True,
     )
     results: dict[str, dict[str, Any]] = {}
+    if options.json and options.json.exists():
+        results = json.loads(options.json.read_text(encoding="utf-8"))["results"]
     for load in options.loads:
         results[str(load)] = at_load(options, load, target, drafter, curve, prompts)
         if options.json:
