@@ -3,8 +3,8 @@
     python benchmarks/load.py --prompts DIR --curve CURVE.json --json load.json --plot load.png
 
 A closed loop: N requests are there all the time, each that ends is replaced at once; prompts of many domains, answers
-of different lengths. What counts are the tokens (and the time) between the N-th answer and the last one, with prefills;
-what is still at work then is cancelled. The systems take turns at each load, and ratios are of runs of one turn (their
+of different lengths. What counts are the tokens and the seconds of the engine between the N-th answer and the last one,
+with prefills; what is still at work then is cancelled. The systems take turns at each load, and ratios are of runs of one turn (their
 median), so that a machine whose speed drifts slows all of them alike.
 """
 
@@ -15,7 +15,6 @@ import itertools
 import json
 import statistics
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,9 +82,6 @@ class Loop:
     requests: Iterator[Request]
     load: int
     answers: int
-    began: float = 0.0
-    ended: float = 0.0
-    tokens: int = 0
     done: int = 0
     before: dict[str, Any] = field(default_factory=dict)
     after: dict[str, Any] = field(default_factory=dict)
@@ -94,19 +90,15 @@ class Loop:
 
     def hear(self, event: Event) -> None:
         """In the engine's thread."""
-        if self.ended:
-            return
-        if self.began:
-            self.tokens += len(event.tokens)
-        if event.completion is None:
+        if event.completion is None or self.finished.is_set():
             return
         self.done += 1
-        if self.began:
+        if self.done > self.load:
             self.speeds.append(len(event.completion.token_ids) / event.completion.seconds)
         if self.done == self.load:
-            self.began, self.before = time.perf_counter(), copy.deepcopy(vars(self.engine.batch.statistics))
+            self.before = copy.deepcopy(vars(self.engine.batch.statistics))
         if self.done == self.load + self.answers:
-            self.ended, self.after = time.perf_counter(), copy.deepcopy(vars(self.engine.batch.statistics))
+            self.after = copy.deepcopy(vars(self.engine.batch.statistics))
             self.finished.set()
         else:
             self.engine.submit(next(self.requests), self.hear)
@@ -123,8 +115,7 @@ class Loop:
             if not name.startswith("_"):
                 setattr(did, name, self.after[name] - self.before[name])
         return {
-            "tokens_per_second": self.tokens / (self.ended - self.began),
-            "tokens": self.tokens,
+            "tokens_per_second": did.tokens / did.busy_seconds,
             "tokens_per_second_per_user": statistics.median(self.speeds),
             "engine": did.as_json(),
         }

@@ -81,17 +81,20 @@ def plain_round(generator: Generator, slots: int) -> Case:
     """`STEPS` rounds of plain decoding."""
     program = generator.program("greedy")
 
-    def turn(_: Any, state: DecodeState) -> DecodeState:
-        new, _ = step(generator.target.params, {}, state, program=program, bucket=slots)
-        return new._replace(start=state.start, length=state.length)
+    def turns(params: Any, state: DecodeState) -> DecodeState:
+        def turn(_: Any, now: DecodeState) -> DecodeState:
+            new, _ = step(params, {}, now, program=program, bucket=slots)
+            return new._replace(start=now.start, length=now.length)
+
+        return jax.lax.fori_loop(0, STEPS, turn, state)
 
     state = init_state(program, slots, 256)
     ints = lambda value: jnp.full(slots, value, jnp.int32)  # noqa: E731
     holder = {"state": state._replace(active=jnp.ones(slots, bool), start=ints(100), length=ints(1), limit=ints(200))}
-    run = jax.jit(lambda now: jax.lax.fori_loop(0, STEPS, turn, now), donate_argnums=0)
+    run = jax.jit(turns, donate_argnums=1)
 
     def call() -> Any:
-        holder["state"] = run(holder["state"])
+        holder["state"] = run(generator.target.params, holder["state"])
         return holder["state"].anchor
 
     return call

@@ -32,6 +32,7 @@ from dspark_jax.profiling.curves import CurveKey, MeasuredPoint, key_of
 SLOTS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (256, 512)
 _SPAN = 128  # positions that a call moves on by, at most
+_LEAST_ROUNDS = 4  # of a call: an engine takes some between two looks, and a call has its own cost
 # temperature, top-p, top-k of the requests of each sampling program
 _SAMPLING: dict[Mode, tuple[float, float, int]] = {
     "greedy": (0.0, 1.0, 0),
@@ -246,7 +247,7 @@ def measure_point(models: Models, slots: int, context: int, timing: Timing | Non
     for force in bench.forces:
         bench.run(force, 1)  # the first one compiles
         once[force] = bench.run(force, 1).seconds
-    rounds = min(max(math.ceil(timing.seconds / min(once.values())), 1), bench.most)
+    rounds = min(max(math.ceil(timing.seconds / min(once.values())), _LEAST_ROUNDS), bench.most)
     calls = {}
     for force in bench.forces:
         calls[force] = max(math.ceil(timing.seconds / bench.run(force, rounds).seconds), 1)
