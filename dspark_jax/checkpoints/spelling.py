@@ -1,7 +1,7 @@
 """What a single token stands for: its bytes, also where they are only a part of a character.
 
-Byte-level vocabularies (GPT-2, Llama 3, Qwen) write each byte as one letter; SentencePiece vocabularies write a blank as
-U+2581 and bytes without a letter as <0xNN>. The decoder of a tokenizer tells which of both it is.
+Byte-level vocabularies (GPT-2, Llama 3, Qwen) write each byte as one letter; SentencePiece vocabularies write a blank
+as U+2581 and bytes without a letter as <0xNN>. The decoder of a tokenizer tells which of both it is.
 """
 
 from __future__ import annotations

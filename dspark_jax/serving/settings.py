@@ -147,7 +147,8 @@ class ServeSettings:
         modes = (self.prompt is not None) + (self.prompts is not None) + self.demo + served
         if modes != 1:
             raise ValueError(
-                "give exactly one of --prompt TEXT, --prompts FILE.jsonl --output FILE.jsonl, --http HOST:PORT, or --demo"
+                "give exactly one of --prompt TEXT, --prompts FILE.jsonl --output FILE.jsonl, --http HOST:PORT, "
+                "or --demo"
             )
         if self.prompts is None:
             offline = {"output": self.output, "limit": self.limit, "compare": self.compare}

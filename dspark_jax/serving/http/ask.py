@@ -81,11 +81,12 @@ def _fitting(prompt: int, limit: int | None, context: int) -> int:
     """Tokens that an answer to a prompt of so many tokens may have."""
     room = context - prompt
     if prompt < 1:
-        raise ApiError(400, "the prompt is empty: must have at least one token", param="prompt")
+        raise ApiError(400, "the prompt is empty: must have at least one token")
     if room < 1:
         raise too_long(f"the prompt has {prompt} tokens, the context {context}: must have at most {context - 1}")
     if limit is not None and limit > room:
         raise too_long(
-            f"max_tokens {limit}: the prompt has {prompt} tokens and the context {context}, must be at most {room}"
+            f"max_tokens {limit}: the prompt has {prompt} tokens and the context {context}, must be at most {room}",
+            "max_tokens",
         )
     return limit or room

@@ -28,7 +28,11 @@ Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 
 @dataclass(frozen=True, eq=False)
 class Checked:
-    """Annotates a type: `check` turns what JSON held into a value of it, or raises ValueError; `schema` describes it."""
+    """Annotates a type.
+
+    Attributes:
+        check: turns what JSON held into a value of the type, or raises ValueError. schema: describes it.
+    """
 
     check: Callable[[Any], Any]
     schema: dict[str, Any]

@@ -35,20 +35,18 @@ class Metrics:
     """What the server counts itself, and the registry with all."""
 
     def __init__(self, engine: Engine) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         labels = ("method", "path", "status")
-        own = {"registry": self.registry}
-        self._requests = Counter("dspark_http_requests", "HTTP requests answered", labels, **own)
-        self._seconds = Histogram("dspark_http_request_seconds", "Seconds of a request", ("path",), buckets=REQUEST, **own)
-        self._first = Histogram(
-            "dspark_time_to_first_token_seconds", "Seconds from a request to its first token", buckets=FIRST_TOKEN, **own
-        )
-        self._between = Histogram(
-            "dspark_inter_token_seconds", "Seconds between tokens, within a piece shared", buckets=BETWEEN_TOKENS, **own
-        )
+        self._requests = Counter("dspark_http_requests", "HTTP requests answered", labels, registry=registry)
+        about = "Seconds of a request, its stream included"
+        self._seconds = Histogram("dspark_http_request_seconds", about, ("path",), registry=registry, buckets=REQUEST)
+        about = "Seconds from a request to its first token"
+        self._first = Histogram("dspark_time_to_first_token_seconds", about, registry=registry, buckets=FIRST_TOKEN)
+        about = "Seconds between tokens; those that come together share the time"
+        self._between = Histogram("dspark_inter_token_seconds", about, registry=registry, buckets=BETWEEN_TOKENS)
         self._drafts = Drafts(engine.generator.block_size)
-        self.registry.register(self._drafts)
-        self.registry.register(EngineCounts(engine))
+        registry.register(self._drafts)
+        registry.register(EngineCounts(engine))
 
     def answered(self, method: str, path: str, status: int, seconds: float) -> None:
         """A request has its answer."""
@@ -123,13 +121,13 @@ class EngineCounts(Collector):
             buckets.add_metric([str(rows)], count)
         yield buckets
         active, waiting = self._engine.load
-        requests, busy = did.request_rounds, did.busy_seconds
+        requests, busy = max(did.request_rounds, 1), did.busy_seconds
         gauges = (
             ("dspark_requests_active", "Requests in slots", active),
             ("dspark_requests_waiting", "Requests that wait for a slot", waiting),
             ("dspark_tokens_per_second", "Tokens generated per second at work", did.tokens / busy if busy else 0),
-            ("dspark_accepted_length", "Tokens per round", (did.tokens - did.first_tokens) / requests if requests else 0),
-            ("dspark_verify_budget", "Rows per request and round, anchors included", did.rows / requests if requests else 0),
+            ("dspark_accepted_length", "Tokens of a request and round", (did.tokens - did.first_tokens) / requests),
+            ("dspark_verify_budget", "Rows of a request and round, anchors included", did.rows / requests),
         )
         for name, about, value in gauges:
             yield GaugeMetricFamily(name, about, value)

@@ -1,7 +1,7 @@
 """Sending an answer: whole, or as server-sent events; a client that goes away ends the work for it.
 
-A client that reads slowly holds up only its own stream: `send` waits for it, meanwhile the engine's news gather (no more
-than the answer's tokens), and the next chunk has them all.
+A client that reads slowly holds up only its own stream: `send` waits for it, and meanwhile the news gather, which are
+no more than the answer. The next chunk has them all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Between HTTP and the engine: who may ask now, and the answers of a request as they grow.
 
-The engine calls its listeners in its own thread; they only hand their news over to the event loop. All else here runs in
-the loop, so its counts need no locks.
+The engine calls its listeners in its own thread; they only hand their news over to the event loop. All else here runs
+in the loop, so its counts need no locks.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class TokenNames:
         self.name = lru_cache(maxsize=1 << 16)(self._name)
 
     def _name(self, token: int) -> str:
-        """Its text; `bytes:\\xe2\\x82` where that is a part of a character, the vocabulary's entry where it has none."""
+        """Its text; `bytes:\\xe2\\x82` where that is a part of a character, the vocabulary's entry for special ones."""
         raw = self._spelling.token_bytes(token)
         if raw is None:
             return self._spelling.name(token)

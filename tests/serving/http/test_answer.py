@@ -84,7 +84,8 @@ def test_a_stop_string_that_begins_inside_a_token(tokenizer):
 
 def test_what_may_begin_a_stop_string_is_held_back_and_given_at_the_end(tokenizer):
     answer = AnswerText(tokenizer, ("xyz",), detailed=True)
-    first, second = run(answer, [event(trace(tokenizer.encode("ab x"))), event(trace(tokenizer.encode("y")), end="length")])
+    looks = [event(trace(tokenizer.encode("ab x"))), event(trace(tokenizer.encode("y")), end="length")]
+    first, second = run(answer, looks)
     assert (first.text, first.rounds) == ("", ())
     assert second.text == "ab xy" and len(second.rounds) == 2
 

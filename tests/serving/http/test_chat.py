@@ -111,7 +111,8 @@ def test_logprobs_have_bytes_that_join_to_the_text(client, plain):
 
 
 def test_logprobs_do_not_depend_on_speculation(client):
-    one, other = (ask(client, logprobs=True, speculative=how)["choices"][0]["logprobs"]["content"] for how in (True, False))
+    answers = (ask(client, logprobs=True, speculative=how) for how in (True, False))
+    one, other = (answer["choices"][0]["logprobs"]["content"] for answer in answers)
     assert [e["token"] for e in one] == [e["token"] for e in other]
     assert [e["logprob"] for e in one] == pytest.approx([e["logprob"] for e in other], abs=1e-3)
 

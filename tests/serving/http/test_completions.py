@@ -11,7 +11,8 @@ from tests.serving.http.conftest import COMPLETIONS, MODEL, events
 
 def ask(client, prompt="one", **fields):
     """The answer's body; greedy, 24 tokens."""
-    response = client.post(COMPLETIONS, json={"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 24} | fields)
+    body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 24} | fields
+    response = client.post(COMPLETIONS, json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -92,8 +93,8 @@ def test_plain_decoding_gives_the_same(client, plain):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_stop_strings(client, plain, streamed):
     whole = plain("one")
-    at = next(i for i in range(4, len(whole) - 2) if whole.find(whole[i : i + 2]) == i and "\ufffd" not in whole[i : i + 2])
-    stop = whole[at : at + 2]
+    pairs = ((i, whole[i : i + 2]) for i in range(4, len(whole) - 2))
+    at, stop = next((i, pair) for i, pair in pairs if whole.find(pair) == i and "\ufffd" not in pair)
     fields = {"stop": ["never there", stop]}
     if streamed:
         chunks = stream(client, stream_options={"include_usage": True}, **fields)

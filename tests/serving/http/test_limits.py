@@ -55,8 +55,8 @@ def test_bodies_above_the_limit_are_413(service):
     response = client.post(COMPLETIONS, json=ASK | {"prompt": "a" * 300})
     assert response.status_code == 413
     assert re.fullmatch(r"the body has \d+ bytes: must have at most 200", response.json()["error"]["message"])
-    chunked = client.post(COMPLETIONS, content=(b"a" * 100 for _ in range(1)), headers={"Content-Type": "application/json"})
-    assert chunked.status_code == 400  # short enough, but no JSON
+    short = client.post(COMPLETIONS, content=b"a" * 200, headers={"Content-Type": "application/json"})
+    assert short.status_code == 400  # short enough, but no JSON
 
 
 def test_the_queue_has_an_end(client, service, gate, plain):

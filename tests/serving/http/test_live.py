@@ -21,8 +21,8 @@ def connection(url: str, body: dict, **headers: str):
     """A socket that has sent a request."""
     host, port = url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
-    lines = [f"POST {COMPLETIONS} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(content)}"]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
+    headers = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(content))} | headers
+    lines = [f"POST {COMPLETIONS} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
     with socket.create_connection((host, int(port)), timeout=60) as plug:
         plug.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + content)
         yield plug
@@ -105,7 +105,8 @@ def test_a_stop_string_frees_the_slot_of_a_reader_that_stops(service, live, gate
 
 def test_a_body_that_ends_early_disturbs_nobody(live):
     host, port = live.removeprefix("http://").split(":")
-    for sent in (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{", b"\x16\x03\x01 nonsense\r\n\r\n"):
+    early = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+    for sent in (early, b"\x16\x03\x01 nonsense\r\n\r\n"):
         with socket.create_connection((host, int(port)), timeout=60) as plug:
             plug.sendall(sent)
     with connection(live, ASK, Connection="close") as plug:

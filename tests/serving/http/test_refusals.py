@@ -55,8 +55,8 @@ OF_CHAT = [
     ({"messages": ["hi"]}, "messages[0] 'hi': must be"),
     ({"messages": [{"content": "a"}]}, "messages[0].role: missing, must be given"),
     ({"messages": [{"role": "user"}]}, "messages[0].content: missing, must be given"),
-    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role 'tool': must be 'system', 'developer', 'user' or"),
-    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content None: must be a string or a non-empty list"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role 'tool': must be 'system', 'developer', "),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content None: must be a string or a"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content []: must be a string or a non-empty list"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

@@ -103,7 +103,8 @@ def test_slot_sizes():
 
 
 def test_settings_reach_the_engine(models):
-    words = "--batch-size 4 --max-context 100 --max-logprobs 2 --rounds 3 --schedule threshold --threshold 0.25 --seed 5"
+    words = "--batch-size 4 --max-context 100 --max-logprobs 2 --rounds 3 --schedule threshold --threshold 0.25 "
+    words += "--seed 5"
     generator = make_serving_generator(models, parse_settings([*HTTP, *words.split()]))
     assert (generator.slot_sizes, generator.context, generator.top_logprobs) == ((1, 2, 4), 100, 2)
     assert (generator.schedule, generator.threshold, generator.trace_rounds) == ("threshold", 0.25, 3)
@@ -116,7 +117,8 @@ def test_settings_reach_the_engine(models):
 @contextmanager
 def program(models_flags, *words):
     """`serve.py --http`, ready; its process, its URL and all lines of its log so far."""
-    command = [sys.executable, "serve.py", *HTTP, *models_flags, "--max-context", "64", "--batch-size", "1", *words]
+    own = ["--max-context", "64", "--batch-size", "1"]
+    command = [sys.executable, "serve.py", *HTTP, *models_flags, *own, *words]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         log: list[str] = []
         reader = threading.Thread(target=lambda: log.extend(process.stderr))
