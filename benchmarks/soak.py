@@ -171,7 +171,7 @@ class Soak:
             ]
 
     def compare(self, prompt: str, text: str) -> str:
-        """"right", or "near tie" where the first difference is where plain decoding was undecided."""
+        """ "right", or "near tie" where the first difference is where plain decoding was undecided."""
         expected = self.expected[prompt]
         if text == expected:
             return "right"
@@ -257,7 +257,7 @@ class Soak:
         return "right"
 
     def refused(self, status: int) -> str:
-        """"429" where the queue was full; anything else but 200 is wrong."""
+        """ "429" where the queue was full; anything else but 200 is wrong."""
         if status not in (200, 429):
             raise Wrong(f"status {status}")
         return "429" if status == 429 else ""
@@ -326,7 +326,7 @@ def run(options: Options, process: subprocess.Popen[str]) -> dict[str, Any]:
     about = get(host, int(port), "/v1/models")["data"][0]
     soak = Soak(host, int(port), about["id"], about["dspark"]["context"], options)
     soak.learn([template.format(topic) for template in TEMPLATES for topic in TOPICS])
-    print(f"{len(soak.expected)} plain answers known; {options.clients} clients for {options.minutes:g} min", flush=True)
+    print(f"{len(soak.expected)} plain answers; {options.clients} clients for {options.minutes:g} min", flush=True)
     soak.ends = time.monotonic() + 60 * options.minutes
     memory = Memory(psutil.Process(process.pid))
     threads = [threading.Thread(target=soak.client, args=(i,)) for i in range(options.clients)]

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from dspark_jax.serving.http.ask import Ask, make_ask
 from dspark_jax.serving.http.errors import ApiError, error_body, on_http_error, on_invalid
@@ -225,7 +225,7 @@ def create_app(service: Service, page: Path = PAGE) -> FastAPI:
     get("/v1/models", routes.models, (401,))
     get("/v1/models/{model:path}", routes.model, (401, 404))
     get("/health", routes.health, (503,))
-    get("/metrics", routes.metrics, ())
+    get("/metrics", routes.metrics, (), response_class=PlainTextResponse)
     get("/", routes.page, (404,), include_in_schema=False)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, on_invalid)  # type: ignore[arg-type]
@@ -245,9 +245,7 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 def _openapi(app: FastAPI, keyed: bool) -> dict[str, Any]:
     """The description of the API, with the statuses that there are (FastAPI's own 422 is 400 here)."""
     if app.openapi_schema is None:
-        found = get_openapi(
-            title=app.title, version=app.version, description=app.description, routes=app.routes
-        )
+        found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         for path in found["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)

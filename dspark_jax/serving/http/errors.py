@@ -118,10 +118,12 @@ def describe(errors: Sequence[Any], content_type: str) -> tuple[str, str | None]
         message = str(first["ctx"]["error"])
         name = field_name(place) if place else message.partition(":")[0]
         return f"{name}{shown(first)}: {message}" if place else message, name
+    if kind == "string_unicode" and not place:
+        return "a field name that UTF-8 cannot write: unknown field, must be left out", None
     if not place:
         if isinstance(first.get("input"), bytes):
             return f"Content-Type {content_type[:_LONGEST_VALUE]!r}: must be application/json", None
-        return "the body is empty or no object: must be one JSON object, such as {\"model\": ...}", None
+        return 'the body is empty or no object: must be one JSON object, such as {"model": ...}', None
     name = field_name(place)
     rule = first["msg"]
     for theirs, ours in _RULES.items():

@@ -24,6 +24,7 @@ from dspark_jax.serving.http.settings import MOST_LOGPROBS
 
 Count = Annotated[Whole, Field(ge=1, le=INT32)]
 Logprobs = Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)]
+StopId = Annotated[Whole, Field(ge=0, le=INT32)]
 LEAST_TOP_P = 1e-6  # keeps the most likely token alone; what float32 rounds to 0 would keep none
 
 
@@ -55,9 +56,7 @@ class Body(Strictly):
     min_p: Annotated[Number, Field(ge=0, lt=1)] | None = None
     seed: Annotated[Whole, Field(ge=0, le=INT63)] | None = None
     stop: Stop = ()
-    stop_token_ids: Annotated[
-        list[Annotated[Whole, Field(ge=0, le=INT32)]], Field(max_length=MOST_STOP_IDS)
-    ] | None = None
+    stop_token_ids: Annotated[list[StopId], Field(max_length=MOST_STOP_IDS)] | None = None
     n: Annotated[Whole, Field(ge=1, le=MOST_CHOICES)] | None = None
     stream: Flag | None = None
     stream_options: StreamOptions | None = None

@@ -199,13 +199,13 @@ class Choice:
             self._exchange.tell(self, event.failed)
             return
         try:
-            piece = self.text.push(event)
+            self._exchange.tell(self, self.text.push(event))
         except Exception as error:  # else nobody would hear of it
             logger.exception("request %s broke off", self.request.id)
-            piece, self.text.finish_reason = error, "cancelled"
+            self.text.finish_reason = "cancelled"
+            self._exchange.tell(self, error)
         if self.text.finish_reason is not None:
             self.cancel()
-        self._exchange.tell(self, piece)
 
     def _count(self, tokens: int) -> None:
         now, metrics = time.perf_counter() - self._began, self._service.metrics

@@ -62,7 +62,7 @@ def client(service) -> Iterator[TestClient]:
     """Talks to the application without a socket."""
     with TestClient(create_app(service)) as one:
         yield one
-    until(lambda: not service.at_work)
+        until(lambda: not service.at_work)
 
 
 @pytest.fixture(scope="module")
