@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
@@ -41,6 +42,11 @@ class Spelling:
         kinds = set(_kinds(json.loads(raw.decoder.__getstate__()))) if raw.decoder is not None else set()
         self._letters = byte_letters() if "ByteLevel" in kinds else None
         self._pieces = bool(kinds & {"ByteFallback", "Metaspace", "Replace"})
+
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest entry: a token stands for no more of a text, normalisation aside."""
+        return max(map(len, self._raw.get_vocab()), default=1)
 
     def name(self, token: int) -> str:
         """The vocabulary's own entry; '' for ids outside it."""

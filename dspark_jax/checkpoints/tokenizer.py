@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Message = Mapping[str, Any]
+_LONG = 10_000  # characters, from which on a text is encoded by the call that lets other threads run meanwhile
 
 _WORDS_LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -90,6 +91,9 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text. Special tokens written out in the text are recognised; none is added."""
+        if len(text) >= _LONG:
+            (encoding,) = self._raw.encode_batch([text], add_special_tokens=False)
+            return encoding.ids
         return self._raw.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from dspark_jax.serving.http.ask import Ask, make_ask
-from dspark_jax.serving.http.errors import ApiError, error_body, on_http_error, on_invalid
+from dspark_jax.serving.http.errors import ApiError, error_body, on_http_error, on_invalid, too_long
 from dspark_jax.serving.http.metrics import CONTENT_TYPE
 from dspark_jax.serving.http.middleware import Keyed, Limited, Observed
 from dspark_jax.serving.http.page import PAGE, content_policy
@@ -57,6 +57,7 @@ _ERROR_SCHEMA = {
         }
     },
 }
+_SHRINKS = 4  # characters that a tokenizer may compose into one before it looks for tokens
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
@@ -76,6 +77,7 @@ class Routes:
         service = self._service
         self._check(body, body.top)
         messages = [message.as_turn() for message in body.messages]
+        self._check_length(sum(len(message.content) for message in body.messages), "messages")
         try:
             ids = await service.in_thread(partial(prompt_ids, service.tokenizer, messages))
         except ValueError as error:
@@ -89,6 +91,8 @@ class Routes:
         """What follows one prompt or several."""
         service, tokenizer = self._service, self._service.tokenizer
         self._check(body, body.logprobs)
+
+        self._check_length(max(map(len, body.prompt)), "prompt")
 
         def encode() -> list[list[int]]:
             return [
@@ -117,6 +121,13 @@ class Routes:
             name = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
             message = f"{name} {logprobs}: must be at most {most} on this server (its option --max-logprobs)"
             raise ApiError(400, message, param=name)
+
+    def _check_length(self, characters: int, param: str) -> None:
+        """Refuses what is far too long, without the seconds that it takes to count its tokens."""
+        most = _SHRINKS * self._service.context * self._names.longest
+        if characters > most:
+            message = f"the prompt has {characters} characters, the context {self._service.context} tokens"
+            raise too_long(f"{message}: must be shorter", param)
 
     def _check_model(self, model: str) -> None:
         served = self._service.serving.model

@@ -17,6 +17,7 @@ class TokenNames:
 
     def __init__(self, spelling: Spelling) -> None:
         self._spelling = spelling
+        self.longest = spelling.longest
         self.name = lru_cache(maxsize=1 << 16)(self._name)
 
     def _name(self, token: int) -> str:

@@ -182,3 +182,13 @@ def test_the_server_goes_on(client, plain):
         client.post(CHAT, content=content)
     answer = client.post(COMPLETIONS, json={"prompt": "one", "temperature": 0, "max_tokens": 24}).json()
     assert answer["choices"][0]["text"] == plain("one")
+
+
+def test_what_is_far_too_long_is_refused_unread(client, service, monkeypatch):
+    monkeypatch.setattr(service.tokenizer, "encode", None)
+    text = "a" * (4 * CONTEXT * service.tokenizer.spelling.longest + 1)
+    chat, prompts = {"messages": [{"role": "user", "content": text}]}, {"prompt": ["b", text]}
+    for path, own in ((CHAT, chat), (COMPLETIONS, prompts)):
+        error = refused(client, path, own)
+        assert f"the prompt has {len(text)} characters, the context {CONTEXT} tokens" in error["message"]
+        assert error["code"] == "context_length_exceeded"
