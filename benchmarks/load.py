@@ -2,13 +2,15 @@
 
     python benchmarks/load.py --prompts DIR --curve CURVE.json --json load.json --plot load.png
 
-A closed loop: N requests are at work all the time, each that ends is replaced at once; prompts of several domains in
-turn. What counts are the tokens between the moment when all N are at work and the moment when none is left to replace
-one that ends. The systems take turns at each load, so that a machine whose speed drifts slows all of them alike.
+A closed loop: N requests are there all the time, each that ends is replaced at once; prompts of many domains, answers
+of different lengths. What counts are the tokens (and the time) between the N-th answer and the last one, with prefills;
+what is still at work then is cancelled. The systems take turns at each load, and ratios are of runs of one turn (their
+median), so that a machine whose speed drifts slows all of them alike.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import statistics
@@ -19,17 +21,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tyro
 from common import report, table
 
 from dspark_jax.checkpoints.load import embedded_drafter_path, embedded_target_path, load_drafter, load_target
 from dspark_jax.config import auto_dtype
 from dspark_jax.data.prompts import iter_prompts
-from dspark_jax.decoding.batching import capacity_for
+from dspark_jax.decoding.batching import Event, capacity_for
 from dspark_jax.decoding.curve import Curve
 from dspark_jax.decoding.engine import Engine
 from dspark_jax.decoding.generate import Generator, Request
 from dspark_jax.decoding.sampling import SamplingParams
+from dspark_jax.decoding.statistics import Statistics
 from dspark_jax.profiling.curves import load_curve
 from dspark_jax.serving.stream import prompt_ids
 
@@ -46,10 +50,10 @@ class Options:
         domains: names of the files.
         loads: numbers of requests at work at once.
         systems: plain (no drafter), fixed (whole blocks), causal and async.
-        requests: of each load; 0: half more than the load, but 10 at least.
+        answers: that are measured at each load; 0: as many as the load, but 12 at least.
         turns: runs of each system and load.
         temperature: of sampling; 0 is greedy.
-        max_tokens: of an answer. longest: of a prompt, tokens.
+        max_tokens: of an answer on average; from half of it to half more. longest: of a prompt, tokens.
         rounds: rounds between two looks of the host.
         drafter: a folder; the embedded one by default.
         json: file for the results. plot: file for the picture (PNG).
@@ -60,8 +64,8 @@ class Options:
     domains: tuple[str, ...] = ("gsm8k", "math500", "mbpp", "humaneval", "mt-bench")
     loads: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     systems: tuple[str, ...] = ("plain", "fixed", "causal", "async")
-    requests: int = 0
-    turns: int = 2
+    answers: int = 0
+    turns: int = 3
     temperature: float = 0.0
     max_tokens: int = 64
     longest: int = 120
@@ -73,54 +77,56 @@ class Options:
 
 @dataclass
 class Loop:
-    """N requests at work at once, out of `requests`; counts tokens while all N are."""
+    """`load` requests at work at once; counts what comes between as many answers and `answers` more."""
 
     engine: Engine
     requests: Iterator[Request]
     load: int
+    answers: int
     began: float = 0.0
     ended: float = 0.0
     tokens: int = 0
-    started: set[str] = field(default_factory=set)
-    left: int = 0
+    done: int = 0
+    before: dict[str, Any] = field(default_factory=dict)
+    after: dict[str, Any] = field(default_factory=dict)
     finished: threading.Event = field(default_factory=threading.Event)
     speeds: list[float] = field(default_factory=list)
 
-    def submit(self) -> None:
-        request = next(self.requests, None)
-        if request is None:
-            self.ended = self.ended or time.perf_counter()
-            return
-        self.left += 1
-        self.engine.submit(request, lambda tokens, done, name=request.id: self.hear(name, tokens, done))
-
-    def hear(self, name: str, tokens: list[int], done: Any) -> None:
+    def hear(self, event: Event) -> None:
         """In the engine's thread."""
-        if self.began and not self.ended:
-            self.tokens += len(tokens)
-        if tokens and name not in self.started:
-            self.started.add(name)
-            if len(self.started) == self.load:
-                self.began = time.perf_counter()
-        if done is not None:
-            self.left -= 1
-            self.speeds.append(len(done.token_ids) / done.seconds)
-            self.submit()
-            if not self.left:
-                self.finished.set()
+        if self.ended:
+            return
+        if self.began:
+            self.tokens += len(event.tokens)
+        if event.completion is None:
+            return
+        self.done += 1
+        if self.began:
+            self.speeds.append(len(event.completion.token_ids) / event.completion.seconds)
+        if self.done == self.load:
+            self.began, self.before = time.perf_counter(), copy.deepcopy(vars(self.engine.batch.statistics))
+        if self.done == self.load + self.answers:
+            self.ended, self.after = time.perf_counter(), copy.deepcopy(vars(self.engine.batch.statistics))
+            self.finished.set()
+        else:
+            self.engine.submit(next(self.requests), self.hear)
 
     def run(self) -> dict[str, Any]:
-        """One run; the engine's own statistics are of all of it."""
-        with self.engine:
-            for _ in range(self.load):
-                self.submit()
-            self.finished.wait()
-        did = self.engine.batch.statistics.as_json()
+        """One run, by the engine's statistics of the measured part."""
+        self.engine.start()
+        for _ in range(self.load):
+            self.engine.submit(next(self.requests), self.hear)
+        self.finished.wait()
+        self.engine.close(drain=False)
+        did = Statistics()
+        for name in vars(did):
+            if not name.startswith("_"):
+                setattr(did, name, self.after[name] - self.before[name])
         return {
             "tokens_per_second": self.tokens / (self.ended - self.began),
             "tokens": self.tokens,
             "tokens_per_second_per_user": statistics.median(self.speeds),
-            "engine": did,
+            "engine": did.as_json(),
         }
 
 
@@ -147,10 +153,18 @@ def make(system: str, options: Options, target: Any, drafter: Any, curve: Curve,
     )
 
 
-def requests_of(options: Options, prompts: list[tuple[int, ...]], load: int) -> Iterator[Request]:
-    count = options.requests or max(10, load + load // 2)
-    sampling = SamplingParams(options.temperature, max_tokens=options.max_tokens)
-    return iter([Request(str(i), prompts[i % len(prompts)], sampling) for i in range(count)])
+def limits_of(max_tokens: int, count: int) -> list[int]:
+    """Tokens of so many answers: from half of `max_tokens` to half more, the same ones every time."""
+    return np.random.default_rng(0).integers(max_tokens // 2, max_tokens * 3 // 2, count, endpoint=True).tolist()
+
+
+def requests_of(options: Options, prompts: list[tuple[int, ...]]) -> Iterator[Request]:
+    """Requests without end; the same ones for every system."""
+    limits = limits_of(options.max_tokens, len(prompts))
+    for i in itertools.count():
+        which = i % len(prompts)
+        sampling = SamplingParams(options.temperature, max_tokens=limits[which])
+        yield Request(str(i), prompts[which], sampling)
 
 
 def at_load(
@@ -162,12 +176,13 @@ def at_load(
     mode = SamplingParams(options.temperature).mode
     for generator in engines.values():
         warm = Engine(generator, options.rounds)
-        end = options.longest + options.max_tokens
+        end = options.longest + options.max_tokens * 3 // 2
         warm.warm_up(end, options.longest, (mode,))
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     for turn in range(options.turns):
         for name in list(engines)[:: 1 if turn % 2 == 0 else -1]:
-            loop = Loop(Engine(engines[name], options.rounds), requests_of(options, prompts, load), load)
+            engine, answers = Engine(engines[name], options.rounds), options.answers or max(load, 12)
+            loop = Loop(engine, requests_of(options, prompts), load, answers)
             runs[name].append(loop.run())
             print(f"load {load} {name}: {runs[name][-1]['tokens_per_second']:.1f} tokens/s", flush=True)
     return {name: summary(entries) for name, entries in runs.items()}
@@ -186,18 +201,24 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return medians | {"runs": runs}
 
 
+def ratio(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Throughput of one system against another's: the median over turns."""
+    pairs = zip(one["runs"], other["runs"], strict=True)
+    return statistics.median(a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs)
+
+
 def show(results: dict[str, dict[str, Any]]) -> str:
     """The table: tokens per second, and each budget against the better of plain and fixed."""
     rows = []
     for load, entry in results.items():
         speed = {name: one["tokens_per_second"] for name, one in entry.items()}
-        best = max(speed[name] for name in ("plain", "fixed") if name in speed)
+        best = max((name for name in ("plain", "fixed") if name in speed), key=lambda name: speed[name])
         row: list[Any] = [load, *(round(s, 1) for s in speed.values())]
         for name in ("causal", "async"):
             if name in entry:
                 one = entry[name]
                 row += [
-                    f"{speed[name] / best:.3f}",
+                    f"{ratio(one, entry[best]):.3f}",
                     f"{one['budget']:.2f}",
                     f"{one['padding']:.1%}",
                     f"{one['host']:.2%}",
@@ -240,7 +261,8 @@ def main() -> None:
     curve = load_curve(options.curve).curve
     prompts = prompts_of(options, target)
     print(
-        f"{len(prompts)} prompts, caches of {capacity_for(options.longest + options.max_tokens + 8)} tokens", flush=True
+        f"{len(prompts)} prompts, caches of {capacity_for(options.longest + options.max_tokens * 3 // 2 + 8)} tokens",
+        flush=True,
     )
     results: dict[str, dict[str, Any]] = {}
     for load in options.loads:

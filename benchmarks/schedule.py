@@ -18,11 +18,13 @@ from common import Case, load_models, measure, of_turns, report, table
 
 from dspark_jax.config import auto_dtype
 from dspark_jax.decoding.budget import (
+    Past,
     bucket_gains,
     budgeted_lengths,
     corrected,
     count_kept,
     forecast,
+    init_past,
     make_round,
     pays_to_draft,
     remember,
@@ -57,20 +59,22 @@ def scheduling(generator: Generator, schedule: str, slots: int) -> Case:
     costs = generator.costs(slots, 256)
     assert costs is not None  # the generator has a budget
     costs = costs._replace(drafted=jnp.linspace(1.2, 3.0, len(buckets)), plain=jnp.float32(1.0))
+    active, room = jnp.ones(slots, bool), jnp.full(slots, block)
 
-    def turn(_: Any, state: DecodeState) -> DecodeState:
-        room = jnp.full(slots, block)
-        now = make_round(state.active, room, buckets, block)
-        gains = bucket_gains(now, forecast(state.past, schedule))  # type: ignore[arg-type]
-        drafts = pays_to_draft(now, gains, state.past, costs)
-        raw = jnp.clip(state.past.newer * (0.8 + 0.05 * (state.start % 7))[:, None], 0, 1)  # of this turn
-        survival = corrected(state.past, raw)
+    def turn(_: Any, carry: tuple[Past, jax.Array]) -> tuple[Past, jax.Array]:
+        past, start = carry
+        now = make_round(active, room, buckets, block)
+        gains = bucket_gains(now, forecast(past, schedule))  # type: ignore[arg-type]
+        drafts = pays_to_draft(now, gains, past, costs)
+        raw = jnp.clip(past.newer * (0.8 + 0.05 * (start % 7))[:, None], 0, 1)  # of this turn
+        survival = corrected(past, raw)
         lengths, index = budgeted_lengths(schedule, now, survival, gains, costs)  # type: ignore[arg-type]
-        past = count_kept(state.past, raw, lengths, lengths // 2)
-        past = remember(past, survival, state.active, drafts)
-        return state._replace(past=past, start=state.start + lengths + index)
+        past = count_kept(past, raw, lengths, lengths // 2)
+        return remember(past, survival, active, drafts), start + lengths + index
 
-    return looped(generator, slots, turn, TURNS)
+    run = jax.jit(lambda past, start: jax.lax.fori_loop(0, TURNS, turn, (past, start)))
+    past, start = init_past(slots, block), jnp.full(slots, 100, jnp.int32)
+    return lambda: run(past, start)[1]
 
 
 def plain_round(generator: Generator, slots: int) -> Case:
@@ -81,14 +85,10 @@ def plain_round(generator: Generator, slots: int) -> Case:
         new, _ = step(generator.target.params, {}, state, program=program, bucket=slots)
         return new._replace(start=state.start, length=state.length)
 
-    return looped(generator, slots, turn, STEPS)
-
-
-def looped(generator: Generator, slots: int, turn: Any, turns: int) -> Case:
-    state = init_state(generator.program("greedy"), slots, 256)
+    state = init_state(program, slots, 256)
     ints = lambda value: jnp.full(slots, value, jnp.int32)  # noqa: E731
     holder = {"state": state._replace(active=jnp.ones(slots, bool), start=ints(100), length=ints(1), limit=ints(200))}
-    run = jax.jit(lambda now: jax.lax.fori_loop(0, turns, turn, now), donate_argnums=0)
+    run = jax.jit(lambda now: jax.lax.fori_loop(0, STEPS, turn, now), donate_argnums=0)
 
     def call() -> Any:
         holder["state"] = run(holder["state"])

@@ -6,6 +6,7 @@ subprocesses then get them too. A variable that is already set wins: `JAX_PLATFO
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import platform
@@ -51,6 +52,24 @@ for name, value in DEFAULTS.items():
 # A first example includes compilation, so time limits say nothing about a property.
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
+
+
+MAPPINGS = 20_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgets_programs() -> Iterator[None]:
+    """Drops compiled programs between modules once they are many.
+
+    Each holds memory mappings, of which Linux allows a process 65,530 (vm.max_map_count); the compiler then crashes.
+    """
+    yield
+    import jax  # not above: the environment variables come first
+
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_text().count("\n") > MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from dspark_jax.decoding.budget import forget
 from dspark_jax.decoding.sampling import Sampling, choose
 from dspark_jax.decoding.state import Counters, DecodeState, Program, init_caches, is_stop, mask_padding
+from dspark_jax.decoding.trace import Scores, Trace, score
 from dspark_jax.drafters import interface
 from dspark_jax.drafters.interface import Committed
 from dspark_jax.models import transformer
@@ -22,21 +23,25 @@ Params = dict[str, Any]
 
 class NewRequests(NamedTuple):
     """P requests to admit: right-padded prompts `ids [P, S]`, `lengths [P]`, `slots [P]` (R and above: nobody's),
-    `limit [P]` and `sampling` of P entries."""
+    `limit [P]` and `sampling` of P entries; `speculative [P]` and `wants [P]` (scores), bool."""
 
     ids: Array
     lengths: Array
     slots: Array
     limit: Array
     sampling: Sampling
+    speculative: Array | bool = True
+    wants: Array | bool = False
 
 
 class Prefilled(NamedTuple):
-    """P prompts after prefill: caches of the padded length, and the first sampled token `first [P]` (int32)."""
+    """P prompts after prefill: caches of the padded length, the first sampled token `first [P]` (int32), and its scores
+    where the program records them."""
 
     target_cache: tuple[LayerCache, ...]
     draft_cache: Any
     first: Array
+    scores: Scores | tuple[()] = ()
 
 
 class Chunk(NamedTuple):
@@ -78,7 +83,8 @@ def prefill_chunk(
         following = jnp.where(jnp.arange(padded) == last_slot[:, None], after[:, None], shifted)  # [P, S]
         seen = Committed(hidden, chunk.start, chunk.ids[:, 0], following, last_slot, packing)
         memory = interface.ingest(program.drafter, draft_params, memory, seen)
-    return Prefilled(target_cache, memory, first)
+    scores = score(logits, first, jnp.arange(prompts), program.trace.top) if program.trace else ()
+    return Prefilled(target_cache, memory, first, scores)
 
 
 def prefill(target_params: Params, draft_params: Params, new: NewRequests, *, program: Program) -> Prefilled:
@@ -100,6 +106,9 @@ def admit(state: DecodeState, new: NewRequests, ready: Prefilled, *, program: Pr
         memory = interface.insert(program.drafter, memory, ready.draft_cache, new.slots)
     stopped = is_stop(first, program.stop_ids)
     put = lambda old, value: old.at[new.slots].set(value, mode="drop")  # noqa: E731
+    trace = state.trace
+    if isinstance(trace, Trace):
+        trace = trace._replace(wants=put(trace.wants, new.wants))
     return DecodeState(
         target_cache=insert(state.target_cache, ready.target_cache, new.slots),
         draft_cache=memory,
@@ -111,7 +120,9 @@ def admit(state: DecodeState, new: NewRequests, ready: Prefilled, *, program: Pr
         active=put(state.active, ~stopped & (new.limit > 1)),
         stopped=put(state.stopped, stopped),
         threshold=state.threshold,
+        speculative=put(state.speculative, new.speculative),
         sampling=Sampling(*(put(a, b) for a, b in zip(state.sampling, new.sampling, strict=True))),
         counters=Counters(*(put(c, 0) for c in state.counters)),
         past=forget(state.past, new.slots),
+        trace=trace,
     )

@@ -24,6 +24,7 @@ from dspark_jax.decoding.rounds import Totals, run_rounds
 from dspark_jax.decoding.sampling import MODES, Mode, Sampling, SamplingParams, raw_key
 from dspark_jax.decoding.state import DecodeState, Program, init_caches, init_state
 from dspark_jax.decoding.statistics import Statistics
+from dspark_jax.decoding.trace import RoundTrace, first_trace, round_traces
 
 if TYPE_CHECKING:
     from dspark_jax.decoding.generate import Generator
@@ -101,11 +102,14 @@ def chunks_of(tokens: int, chunk: int) -> tuple[list[int], int]:
 
 @dataclass(frozen=True)
 class Event:
-    """What an iteration brought for one request: new `tokens`, and the `completion` where it ended."""
+    """What an iteration brought for one request: new `tokens`, the `completion` where it ended, and the `rounds` (and
+    prefill) that brought them, where the generator traces. `failed`: the engine ended before the request."""
 
     ticket: int
     tokens: list[int]
     completion: Completion | None = None
+    rounds: tuple[RoundTrace, ...] = ()
+    failed: BaseException | None = None
 
 
 @dataclass
@@ -118,6 +122,7 @@ class Work:
     began: float = 0.0
     length: int = 1  # tokens generated, when the host last looked
     sent: int = 0
+    rounds: int = 0  # when the host last looked
     cancelled: str = ""  # the finish reason of one that was ended from outside
 
 
@@ -139,10 +144,11 @@ class _Counts(NamedTuple):
     active: Any
     stopped: Any
     counters: Any
+    trace: Any
 
 
 def _small(state: DecodeState) -> _Counts:
-    return _Counts(state.tokens, state.length, state.active, state.stopped, state.counters)
+    return _Counts(state.tokens, state.length, state.active, state.stopped, state.counters, state.trace)
 
 
 @dataclass
@@ -199,7 +205,7 @@ class Batch:
         if self.slots:
             mode = mode_of((w.request for w in self.slots.values()), self.least_mode)
             self._fit()
-            totals = self._decode(rounds, self.generator.program(mode))
+            totals = self._decode(min(rounds, self.generator.most_rounds), self.generator.program(mode))
             events += self._collect(totals)
         return events
 
@@ -338,10 +344,12 @@ class Batch:
         self._state = run_admit(self.state, new, ready, program=self.generator.entry_program())
         self._waits(began, "prefill")
         self.statistics.prompt_tokens += sum(len(w.request.prompt_ids) for w in group)
+        scores = jax.device_get(ready.scores)
         events = []
-        for work, token in zip(group, first.tolist(), strict=True):
+        for i, (work, token) in enumerate(zip(group, first.tolist(), strict=True)):
             work.sent = 1
-            events.append(Event(work.ticket, [token]))
+            traced = (first_trace(scores, i, token, work.request.logprobs),) if self.generator.trace_rounds else ()
+            events.append(Event(work.ticket, [token], rounds=traced))
             self.statistics.first_token(time.perf_counter() - work.came)
         return events
 
@@ -362,7 +370,9 @@ class Batch:
         )
         counts = _host(lengths or (len(w.request.prompt_ids) for w in group))
         limits = _host(self.generator.limit(w.request) for w in group)
-        return NewRequests(ids, counts, _host(slots), limits, sampling)
+        speculative = _host((w.request.speculative for w in group), bool)
+        wants = _host((w.request.logprobs is not None for w in group), bool)
+        return NewRequests(ids, counts, _host(slots), limits, sampling, speculative, wants)
 
     def _key(self, work: Work) -> tuple[int, int]:
         """Raw key data: of the request's own seed, its stream, or the generator's seed with the ticket."""
@@ -400,16 +410,26 @@ class Batch:
             work.length = int(counts.length[slot])
             tokens = counts.tokens[slot, work.sent : work.length].tolist()
             work.sent = work.length
+            traced = self._traced(slot, work, counts, tokens)
             if counts.active[slot]:
                 self.slots[slot] = work
                 if tokens:
-                    events.append(Event(work.ticket, tokens))
+                    events.append(Event(work.ticket, tokens, rounds=traced))
             else:
-                events.append(Event(work.ticket, tokens, self._completion(slot, work, counts)))
+                events.append(Event(work.ticket, tokens, self._completion(slot, work, counts), traced))
         brought = sum(len(event.tokens) for event in events)
         drafts = self.generator.draft_seconds(self.size, state.capacity)
         self.statistics.add_rounds(did, self.generator.buckets_of(self.size), brought, drafts)
         return events
+
+    def _traced(self, slot: int, work: Work, counts: _Counts, tokens: list[int]) -> tuple[RoundTrace, ...]:
+        """What the rounds since the last look did for a request."""
+        g = self.generator
+        if not g.trace_rounds:
+            return ()
+        before, work.rounds = work.rounds, int(counts.counters.rounds[slot])
+        confident = g.drafter is not None and g.drafter.config.confidence
+        return round_traces(counts.trace, slot, before, work.rounds, tokens, work.request.logprobs, confident)
 
     def _completion(self, slot: int, work: Work, counts: _Counts) -> Completion:
         rounds, drafted, verified, accepted = (int(c[slot]) for c in counts.counters)

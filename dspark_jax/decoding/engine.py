@@ -21,7 +21,7 @@ from dspark_jax.decoding.requests import Completion, Request
 from dspark_jax.decoding.sampling import Mode
 
 logger = logging.getLogger(__name__)
-Listener = Callable[[list[int], Completion | None], None]
+Listener = Callable[[Event], None]
 
 
 class EngineClosed(RuntimeError):
@@ -91,18 +91,20 @@ class Answer:
         if self._error is not None:
             raise EngineClosed(f"request {self.request.id!r}: the engine ended before it") from self._error
 
-    def _take(self, tokens: list[int], completion: Completion | None) -> None:
-        if tokens:
-            self._pieces.put(tokens)
-        if completion is not None:
-            self._completion = completion
+    def _take(self, event: Event) -> None:
+        if event.tokens:
+            self._pieces.put(event.tokens)
+        if event.completion is not None:
+            self._completion = event.completion
             self._finish()
         if self._listener:
-            self._listener(tokens, completion)
+            self._listener(event)
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
         self._finish()
+        if self._listener:
+            self._listener(Event(self._ticket or 0, [], failed=error))
 
     def _finish(self) -> None:
         self._ended.set()
@@ -154,7 +156,8 @@ class Engine:
         """Queues a request; requests get slots in the order in which they were submitted.
 
         Args:
-            listener: called in the engine's thread with new tokens and, at the end, the completion. It must be quick.
+            listener: called in the engine's thread with new tokens (`Event`) and, at the end, the completion. It must
+                be quick and not raise. Where the engine ends before the request, the last event says why (`failed`).
 
         Raises:
             ValueError: a request that can never run (see `Generator.check`). EngineFull: too many wait.
@@ -267,7 +270,7 @@ class Engine:
         answer = self._answers[event.ticket]
         if event.completion is not None:
             del self._answers[event.ticket]
-        answer._take(event.tokens, event.completion)
+        answer._take(event)
 
     def _abandon(self) -> None:
         """Tells those whose requests will not end any more."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import jax
@@ -23,11 +24,13 @@ from dspark_jax.decoding.requests import Completion, Request, mode_of
 from dspark_jax.decoding.sampling import Mode
 from dspark_jax.decoding.schedule import SCHEDULES, Schedule, buckets_for
 from dspark_jax.decoding.state import Program
+from dspark_jax.decoding.trace import TraceShape
 from dspark_jax.drafters.interface import bind
 from dspark_jax.models.transformer import head_weight
 from dspark_jax.sharding import check_mesh, put
 
 __all__ = ["Completion", "Generator", "Request", "capacity_for", "padded_length"]
+_AHEAD = 4  # requests that wait for each slot, so that prompts of one length are found to go together
 OnTokens = Callable[[str, list[int]], bool | None]
 
 
@@ -48,6 +51,9 @@ class Generator:
         max_context: tokens of prompt and answer together at most, within the target's own limit; 0: that alone.
         curve: the throughput curve that budgets are chosen by; without one, `causal` and `async` verify whole blocks.
         mesh: devices that the models' parameters are spread over (`load_target(mesh=...)`); one device without.
+        trace_rounds: rounds that are recorded (`decoding.trace`), and so rounds between two looks of the host at most;
+            0: none are. top_logprobs: log-probabilities of a position at most, with a trace.
+        switchable: rounds in which no request is `speculative` do without a draft.
 
     Raises:
         ValueError: target and drafter do not belong together, or a bad setting.
@@ -67,6 +73,9 @@ class Generator:
     max_context: int = 0
     curve: Curve | None = None
     mesh: Mesh | None = None
+    trace_rounds: int = 0
+    top_logprobs: int = 0
+    switchable: bool = False
     draft_params: dict = field(init=False, repr=False)
     _costs: dict[tuple[int, int], Costs] = field(init=False, repr=False, default_factory=dict)
     _drafts: dict[tuple[int, int], float] = field(init=False, repr=False, default_factory=dict)
@@ -82,6 +91,10 @@ class Generator:
             raise ValueError(f"prefill_chunk {self.prefill_chunk}: must be a power of two from 32 tokens on")
         if self.max_context < 0 or self.max_context == 1:
             raise ValueError(f"max_context {self.max_context}: must be at least 2 tokens (0: the target's own limit)")
+        if self.trace_rounds < 0:
+            raise ValueError(f"trace_rounds {self.trace_rounds}: must be 0 (no records) or a number of rounds")
+        if not 0 <= self.top_logprobs <= self.target.config.num_tokens:
+            raise ValueError(f"top_logprobs {self.top_logprobs}: must lie in 0..{self.target.config.num_tokens}")
         self.draft_params = {}
         if self.drafter is not None:
             self.drafter.config.check_target(self.target.config)
@@ -133,7 +146,14 @@ class Generator:
         """The static description of the program that serves `mode`."""
         dtype = jnp.float32 if jax.default_backend() == "cpu" else self.target.params["embed"].dtype
         drafter = self.drafter.config if self.drafter is not None else None
-        return Program(self.target.config, drafter, self.schedule, mode, tuple(self.stop_ids or ()), dtype)
+        trace = TraceShape(self.trace_rounds, self.top_logprobs) if self.trace_rounds else None
+        stops = tuple(self.stop_ids or ())
+        return Program(self.target.config, drafter, self.schedule, mode, stops, dtype, trace, self.switchable)
+
+    @property
+    def most_rounds(self) -> int:
+        """Rounds between two looks of the host at most."""
+        return self.trace_rounds or 1 << 30
 
     def entry_program(self, mode: Mode = "greedy") -> Program:
         """The program by which requests come in: the same under every schedule."""
@@ -173,7 +193,8 @@ class Generator:
         """Refuses a request that cannot run.
 
         Raises:
-            ValueError: an empty prompt, a token outside the vocabulary, or a prompt that leaves no room in the context.
+            ValueError: an empty prompt, a token outside the vocabulary, a prompt that leaves no room in the context, or
+                more log-probabilities than are recorded.
         """
         config, count = self.target.config, len(request.prompt_ids)
         if count == 0:
@@ -189,6 +210,11 @@ class Generator:
                 f"request {request.id!r}: the prompt has {count} tokens, the {whose}'s context has "
                 f"{self.context}; at most {self.context - 1} leave room for one token"
             )
+
+        asked = request.logprobs
+        if asked is not None and not (self.trace_rounds and 0 <= asked <= self.top_logprobs):
+            most = f"must lie in 0..{self.top_logprobs}" if self.trace_rounds else "this generator records none"
+            raise ValueError(f"request {request.id!r}: logprobs {asked}: {most}")
 
     def limit(self, request: Request) -> int:
         """Tokens that this request may generate: its own limit, within the context."""
@@ -206,18 +232,34 @@ class Generator:
         todo = list(requests)
         for request in todo:
             self.check(request)
-        return self._completions(todo, on_tokens)
+        return self.stream(todo, mode_of(todo), on_tokens)
 
-    def _completions(self, todo: list[Request], on_tokens: OnTokens | None) -> Iterator[Completion]:
-        batch = Batch(self, mode_of(todo))
-        names = {batch.add(request): request.id for request in todo}
+    def stream(
+        self, requests: Iterable[Request], mode: Mode, on_tokens: OnTokens | None = None
+    ) -> Iterator[Completion]:
+        """`generate` for any number of requests: they are taken as slots get free, some ahead.
+
+        Args:
+            mode: the sampling program that serves all of them (`requests.mode_of`).
+
+        Raises:
+            ValueError: a request that cannot run, when its turn comes.
+        """
+        batch, names, coming = Batch(self, mode), dict[int, str](), iter(requests)
         rounds = self.stream_rounds if on_tokens else 1 << 30
-        while batch.busy:
+        while True:
+            for request in islice(coming, max(_AHEAD * self.batch_size - len(batch.queue), 0)):
+                self.check(request)
+                names[batch.add(request)] = request.id
+            if not batch.busy:
+                return
             with self.in_mesh():
                 events = batch.advance(rounds)
             for event in events:
                 if on_tokens and event.tokens and on_tokens(names[event.ticket], event.tokens):
                     batch.cancel(event.ticket, "stop")
+                if event.completion:
+                    del names[event.ticket]
             yield from (event.completion for event in events if event.completion)
 
     def warm_up(self, requests: Iterable[Request]) -> None:

@@ -12,14 +12,20 @@ from dspark_jax.decoding.sampling import MODES, Mode, SamplingParams
 class Request:
     """One prompt, tokenised, with its sampling settings.
 
-    `stream` names the random numbers (63 bits) of a request without a seed of its own, in place of its place in the
-    queue.
+    Attributes:
+        stream: names the random numbers (63 bits) of a request without a seed of its own, in place of its place in the
+            queue.
+        speculative: False: this request decodes plainly, whatever the others do.
+        logprobs: log-probabilities of its tokens, with so many of the most likely ones beside; None: none. They need a
+            generator that traces.
     """
 
     id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     stream: int | None = None
+    speculative: bool = True
+    logprobs: int | None = None
 
 
 def mode_of(requests: Iterable[Request], least: Mode = "greedy") -> Mode:

@@ -1,12 +1,7 @@
-"""Many rounds in one compiled program: each drafts or not, and verifies in the bucket that its schedule chooses.
-
-Branches are loops that run once or not at all: `lax.cond` and `lax.switch` would copy all caches, into and out of their
-branches.
-"""
+"""Many rounds in one compiled program: each drafts or not, and verifies in the bucket that its schedule chooses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +18,7 @@ from dspark_jax.decoding.budget import (
     pays_to_draft,
     remember,
 )
+from dspark_jax.decoding.control import once
 from dspark_jax.decoding.state import DecodeState, Program
 from dspark_jax.decoding.step import admitted_lengths, draft, room_left, step, verify_and_commit
 from dspark_jax.drafters import interface
@@ -64,11 +60,6 @@ class _Carry(NamedTuple):
     totals: Totals
 
 
-def _once(chosen: Array, run: Callable[[Any], Any], carry: Any) -> Any:
-    """`run(carry)` if `chosen`, else `carry`."""
-    return jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.bool_(False), run(c[1])), (chosen, carry))[1]
-
-
 def verify_in_bucket(
     target_params: Params,
     draft_params: Params,
@@ -89,7 +80,7 @@ def verify_in_bucket(
                 target_params, draft_params, now, block, lengths, program=program, bucket=size, drafted=drafted
             )[0]
 
-        state = _once(index == number, verify, state)
+        state = once(index == number, verify, state)
     return state
 
 
@@ -102,7 +93,33 @@ def empty_proposal(draft_params: Params, state: DecodeState, program: Program) -
 def _free_round(
     target_params: Params, draft_params: Params, carry: _Carry, program: Program, buckets: tuple[int, ...]
 ) -> _Carry:
-    """A round of a schedule without a budget: in the smallest bucket that holds what it admits."""
+    """A round of a schedule without a budget."""
+    if not (program.switchable and program.drafter):
+        return _drafting_round(target_params, draft_params, carry, program, buckets)
+    wanted = jnp.any(carry.state.active & carry.state.speculative)
+
+    def plain(now: _Carry) -> _Carry:
+        state, nothing = now.state, jnp.zeros_like(now.state.start)
+        new, _ = verify_and_commit(
+            target_params,
+            draft_params,
+            state,
+            empty_proposal(draft_params, state, program)._replace(cache=state.draft_cache),
+            nothing,
+            program=program,
+            bucket=buckets[0],
+            drafted=jnp.bool_(False),
+        )
+        return now._replace(state=new, totals=now.totals.after(False, 0, state.active, nothing))
+
+    carry = once(~wanted, plain, carry)
+    return once(wanted, lambda c: _drafting_round(target_params, draft_params, c, program, buckets), carry)
+
+
+def _drafting_round(
+    target_params: Params, draft_params: Params, carry: _Carry, program: Program, buckets: tuple[int, ...]
+) -> _Carry:
+    """A round with a draft, in the smallest bucket that holds what it admits."""
     state, full, has_drafter = carry.state, len(buckets) - 1, program.drafter is not None
     if (program.schedule == "fixed" and not interface.may_abstain(program.drafter)) or not full:
         new, out = step(target_params, draft_params, state, program=program, bucket=buckets[-1])
@@ -135,7 +152,7 @@ def _budgeted_round(
         proposal = draft(draft_params, state._replace(draft_cache=inner[0]), program)
         return proposal.cache, proposal._replace(cache=())
 
-    draft_cache, proposal = _once(drafts, propose, (state.draft_cache, carry.proposal))
+    draft_cache, proposal = once(drafts, propose, (state.draft_cache, carry.proposal))
     state = state._replace(draft_cache=draft_cache)
     raw = jnp.cumprod(proposal.confidence, axis=1)
     survival = corrected(past, raw)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from dspark_jax.decoding.budget import Past, init_past
 from dspark_jax.decoding.sampling import Mode, Sampling
 from dspark_jax.decoding.schedule import BUDGETED, Schedule, slots_for
+from dspark_jax.decoding.trace import Trace, TraceShape, init_trace
 from dspark_jax.drafters import interface
 from dspark_jax.drafters.interface import AnyConfig
 from dspark_jax.models import transformer
@@ -29,6 +30,8 @@ class Program:
         target: the target's config. drafter: the drafter's, or None for plain decoding.
         schedule: which prefix of a block is verified. mode: the sampling program (see `SamplingParams.mode`).
         stop_ids: tokens that end a request. cache_dtype: dtype of all caches (float32 is fastest on CPUs).
+        trace: what is recorded of each round. switchable: rounds in which no request speculates do without a draft
+            (budgeted schedules do so anyway).
     """
 
     target: TransformerConfig
@@ -37,6 +40,8 @@ class Program:
     mode: Mode
     stop_ids: tuple[int, ...]
     cache_dtype: Any
+    trace: TraceShape | None = None
+    switchable: bool = False
 
     @property
     def slots(self) -> int:
@@ -82,7 +87,9 @@ class DecodeState(NamedTuple):
         tokens: int32 `[R, T + S]`, generated tokens so far (the first from prefill). length: int32 `[R]`, how many.
         limit: int32 `[R]`, tokens to generate at most. active: bool `[R]`. stopped: bool `[R]`, ended by a stop token.
         threshold: float32 `[]`, of the `threshold` schedule.
+        speculative: bool `[R]`, whether drafts of a request may be verified; else it decodes plainly.
         sampling: settings by request. counters: statistics by request. past: what budgets are forecast from.
+        trace: records of the newest rounds, () where there are none.
     """
 
     target_cache: tuple[LayerCache, ...]
@@ -95,9 +102,11 @@ class DecodeState(NamedTuple):
     active: Array
     stopped: Array
     threshold: Array
+    speculative: Array
     sampling: Sampling
     counters: Counters
     past: Past
+    trace: Trace | tuple[()] = ()
 
     @property
     def capacity(self) -> int:
@@ -129,9 +138,11 @@ def init_state(program: Program, requests: int, capacity: int, threshold: float 
         active=jnp.zeros((requests,), bool),
         stopped=jnp.zeros((requests,), bool),
         threshold=jnp.float32(threshold),
+        speculative=jnp.ones((requests,), bool),
         sampling=Sampling(floats(0), floats(1), ints(), floats(0), jnp.zeros((requests, 2), jnp.uint32)),
         counters=Counters(ints(), ints(), ints(), ints()),
         past=init_past(requests, program.slots - 1),
+        trace=init_trace(program.trace, requests, program.slots),
     )
 
 

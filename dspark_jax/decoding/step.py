@@ -23,6 +23,7 @@ from dspark_jax.decoding.sampling import (
 )
 from dspark_jax.decoding.schedule import cap_to_bucket, pack_rows, verify_lengths
 from dspark_jax.decoding.state import Counters, DecodeState, Program, is_stop, mask_padding
+from dspark_jax.decoding.trace import RoundRecord, Trace, record
 from dspark_jax.decoding.verify import Verdict, accepted_length, next_distribution, verify_greedy
 from dspark_jax.drafters import interface
 from dspark_jax.drafters.interface import Committed, Proposal
@@ -75,7 +76,7 @@ def room_left(proposal: Proposal, state: DecodeState, program: Program) -> Array
     room = jnp.minimum(state.limit - state.length - 1, last_position - state.start)
     if interface.may_abstain(program.drafter):
         room = jnp.minimum(room, interface.proposed(program.drafter, proposal))
-    return room
+    return jnp.where(state.speculative, room, 0)
 
 
 def admitted_lengths(proposal: Proposal, state: DecodeState, program: Program, bucket: int) -> Array:
@@ -216,6 +217,11 @@ def verify_and_commit(
     verdict = judge(logits, proposal, lengths, packing, state, program, draft_params)
     tokens = count if drafted is None else count * drafted
     new, run, kept = commit(state, proposal, lengths, verdict, program, tokens)
+    if isinstance(state.trace, Trace):
+        proposed = jnp.broadcast_to(tokens, kept.shape)
+        did = RoundRecord(kept, verdict.accepted, lengths, proposed, whole.tokens, whole.confidence)
+        number = state.counters.rounds
+        new = new._replace(trace=record(state.trace, number, state.active, did, logits, run, packing.row))
     draft_cache = proposal.cache
     if program.drafter:
         seen = Committed(hidden, state.start, state.anchor, run, verdict.accepted, packing)

@@ -110,12 +110,12 @@ class Replay:
         return accepted
 
 
-def make_replay(parts: Sequence[Records], calibration: Calibration, max_tokens: int = 0) -> Replay:
+def make_replay(parts: Sequence[Records], calibration: Calibration, max_tokens: int | Sequence[int] = 0) -> Replay:
     """The requests of all `parts`.
 
     Args:
-        parts: of one drafter. calibration: of their confidences. max_tokens: cuts longer answers, tokens; 0: as
-            recorded.
+        parts: of one drafter. calibration: of their confidences. max_tokens: cuts longer answers, tokens: all of them,
+            or each by its own number; 0: as recorded.
 
     Raises:
         ValueError: blocks of other sizes, a calibration for others, no rounds, or a request whose first is missing.
@@ -127,18 +127,20 @@ def make_replay(parts: Sequence[Records], calibration: Calibration, max_tokens: 
         raise ValueError(f"records of blocks of {' and '.join(map(str, blocks))} tokens: must be of one drafter")
     if not blocks[0] or not sum(len(part.accepted) for part in parts):
         raise ValueError("records without rounds: nothing to replay; record answers of more than one token")
-    prompt, tokens, limit, tables = [], [], [], []
-    rounds_before = 0
+    prompt, tokens, limit, tables = list[np.ndarray](), list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+    every = np.broadcast_to(max_tokens, sum(len(part.tokens) for part in parts))
+    rounds_before = requests_before = 0
     for part in parts:
         recorded = part.tokens.astype(np.int64)
         allowed = np.maximum(int(part.about.get("max_tokens", 0)), recorded)
-        if max_tokens:
-            recorded, allowed = np.minimum(recorded, max_tokens), np.minimum(allowed, max_tokens)
+        most = every[requests_before : requests_before + len(recorded)]
+        recorded, allowed = (np.where(most > 0, np.minimum(x, most), x) for x in (recorded, allowed))
         tables += [rounds_before + _table(part, q, int(count)) for q, count in enumerate(recorded)]
         prompt.append(part.prompt_tokens.astype(np.int64))
         tokens.append(recorded)
         limit.append(allowed)
         rounds_before += len(part.accepted)
+        requests_before += len(recorded)
     return Replay(
         confidence=calibration.apply(np.concatenate([part.confidence for part in parts])),
         accepted=np.concatenate([part.accepted for part in parts]).astype(np.int64),

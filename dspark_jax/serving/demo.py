@@ -14,7 +14,7 @@ from typing import Any
 from dspark_jax.data.prompts import prompt_record
 from dspark_jax.decoding.generate import Generator
 from dspark_jax.serving import report
-from dspark_jax.serving.offline import Job, Models, answers, load_models, make_generator, make_job, timed
+from dspark_jax.serving.offline import Job, Models, answers, load_models, make_generator, make_job, make_plan, timed
 from dspark_jax.serving.settings import ServeSettings
 
 PROBLEM = (
@@ -34,14 +34,13 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 def measure(generators: dict[str, Generator], job: Job, models: Models) -> dict[str, tuple[dict[str, Any], float]]:
     """(output line, median wall seconds of REPEATS runs) by generator, after one untimed run of each."""
+    plan = make_plan(next(iter(generators.values())), [job])
     seconds: dict[str, list[float]] = {name: [] for name in generators}
-    last = {name: timed(generator, [job], models)[0][0] for name, generator in generators.items()}
-    for _ in range(REPEATS):
+    records: dict[str, list[dict[str, Any]]] = {name: [] for name in generators}
+    for _ in range(1 + REPEATS):
         for name, generator in generators.items():
-            records, taken = timed(generator, [job], models)
-            last[name] = records[0]
-            seconds[name].append(taken)
-    return {name: (last[name], statistics.median(seconds[name])) for name in generators}
+            seconds[name].append(timed(generator, [job], models, plan, records[name].append))
+    return {name: (records[name][-1], statistics.median(seconds[name][1:])) for name in generators}
 
 
 def run_demo(
@@ -52,7 +51,7 @@ def run_demo(
     job = make_job(prompt_record({"prompt": PROBLEM}, "demo"), models.target.tokenizer, settings)
     speculative = make_generator(models, settings, every_round=True)
     print(f"{PROBLEM}\n")
-    for _ in answers(speculative, [job], models, show=show_piece):
+    for _ in answers(speculative, [job], models, make_plan(speculative, [job]), show_piece):
         pass
     print("\n")
     print(f"Timing plain and speculative decoding, {REPEATS} runs each ...", file=sys.stderr)

@@ -18,13 +18,13 @@ def stream_prompt(settings: ServeSettings, models: Models) -> dict[str, Any]:
     from dspark_jax.data.prompts import prompt_record
     from dspark_jax.serving import report
     from dspark_jax.serving.demo import show_piece
-    from dspark_jax.serving.offline import answers, make_generator, make_job
+    from dspark_jax.serving.offline import answers, make_generator, make_job, make_plan
 
     job = make_job(prompt_record({"prompt": settings.prompt}, "prompt"), models.target.tokenizer, settings)
     generator = make_generator(models, settings, every_round=True)
-    generator.check(job.request)
+    plan = make_plan(generator, [job])
     began = time.perf_counter()
-    records = list(answers(generator, [job], models, show=show_piece))
+    records = list(answers(generator, [job], models, plan, show_piece))
     print(flush=True)
     return report.make_report(settings, models.dtype, records, time.perf_counter() - began)
 

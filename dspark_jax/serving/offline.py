@@ -8,14 +8,13 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from dspark_jax.checkpoints.load import (
     Drafter,
@@ -27,14 +26,17 @@ from dspark_jax.checkpoints.load import (
 )
 from dspark_jax.checkpoints.tokenizer import Tokenizer
 from dspark_jax.config import auto_dtype, keep_programs, log_to_stderr
-from dspark_jax.data.prompts import PromptRecord, read_prompts
-from dspark_jax.data.records import RecordWriter, read_records
+from dspark_jax.data.prompts import PromptRecord
+from dspark_jax.data.records import RecordWriter
 from dspark_jax.decoding.batching import capacity_for
 from dspark_jax.decoding.curve import Curve
 from dspark_jax.decoding.generate import Completion, Generator, Request
+from dspark_jax.decoding.requests import mode_of
 from dspark_jax.decoding.sampling import Mode, SamplingParams
 from dspark_jax.drafters.ngram import NgramConfig
 from dspark_jax.serving import report
+from dspark_jax.serving.corpus import open_corpus
+from dspark_jax.serving.progress import Progress
 from dspark_jax.serving.settings import BUDGETED, ServeSettings
 from dspark_jax.serving.stream import TextStream, prompt_ids
 from dspark_jax.sharding import MeshShape, make_mesh
@@ -201,22 +203,27 @@ def make_job(record: PromptRecord, tokenizer: Tokenizer, settings: ServeSettings
     return Job(request, record.prompt_text, stop)
 
 
-def left_to_do(records: Sequence[PromptRecord], output: Path) -> list[PromptRecord]:
-    """Prompts without an answer in `output` yet.
+@dataclass(frozen=True)
+class Plan:
+    """What all jobs of a run share: the sampling program that serves them, and whether any has stop strings."""
+
+    mode: Mode = "greedy"
+    stops: bool = False
+
+
+def make_plan(generator: Generator, jobs: Iterable[Job]) -> Plan:
+    """Looks at all jobs once.
 
     Raises:
-        ValueError: an id of the file was answered for another prompt, or the file is something else.
+        ValueError: one that cannot run.
     """
-    if not output.exists():
-        return list(records)
-    done = {record.get("id"): record.get("prompt") for record in read_records(output)}
-    for record in records:
-        if record.id in done and done[record.id] != record.prompt_text:
-            raise ValueError(
-                f"output {output}: id {record.id!r} is there for another prompt, {str(done[record.id])[:40]!r} and not "
-                f"{record.prompt_text[:40]!r}; choose another --output"
-            )
-    return [record for record in records if record.id not in done]
+    mode: Mode = "greedy"
+    stops = False
+    for job in jobs:
+        generator.check(job.request)
+        mode = mode_of([job.request], mode)
+        stops = stops or bool(job.stop)
+    return Plan(mode, stops)
 
 
 # --- running ---
@@ -250,29 +257,35 @@ def answer(job: Job, completion: Completion, stream: TextStream) -> dict[str, An
 
 def answers(
     generator: Generator,
-    jobs: Sequence[Job],
+    jobs: Iterable[Job],
     models: Models,
+    plan: Plan,
     show: Callable[[str], object] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Output lines of jobs, in the order in which they end.
+    """Output lines of jobs, in the order in which they end; jobs are taken as they get their turn.
 
     Without stop strings and `show` nobody listens, and the engine's loop stays on the device.
 
     Args:
         show: gets each piece of text as it comes (for one job).
     """
-    by_id = {job.request.id: job for job in jobs}
-    streams = {job.request.id: TextStream(models.target.tokenizer, job.stop, models.stop_ids) for job in jobs}
+    at_work: dict[str, tuple[Job, TextStream]] = {}
+
+    def requests() -> Iterator[Request]:
+        for job in jobs:
+            at_work[job.request.id] = job, TextStream(models.target.tokenizer, job.stop, models.stop_ids)
+            yield job.request
 
     def listen(name: str, ids: list[int]) -> bool:
-        piece = streams[name].push(ids)
+        stream = at_work[name][1]
+        piece = stream.push(ids)
         if show and piece:
             show(piece)
-        return streams[name].stopped
+        return stream.stopped
 
-    listens = show is not None or any(job.stop for job in jobs)
-    for completion in generator.generate([job.request for job in jobs], listen if listens else None):
-        job, stream = by_id[completion.id], streams.pop(completion.id)
+    listens = show is not None or plan.stops
+    for completion in generator.stream(requests(), plan.mode, listen if listens else None):
+        job, stream = at_work.pop(completion.id)
         if not listens:
             stream.push(completion.token_ids)
         before = len(stream.text)
@@ -282,17 +295,32 @@ def answers(
         yield record
 
 
+def in_order(records: Iterable[dict[str, Any]], names: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Records in the order of `names`; those that come too early are held."""
+    held: dict[str, dict[str, Any]] = {}
+    wanted = iter(names)
+    name = next(wanted, None)
+    for record in records:
+        held[record["id"]] = record
+        while name in held:
+            yield held.pop(name)
+            name = next(wanted, None)
+
+
 def timed(
-    generator: Generator, jobs: Sequence[Job], models: Models, keep: Callable[[dict[str, Any]], None] | None = None
-) -> tuple[list[dict[str, Any]], float]:
-    """All answers, each handed to `keep` as it ends, and the wall seconds that they took together."""
+    generator: Generator,
+    jobs: Iterable[Job],
+    models: Models,
+    plan: Plan,
+    keep: Callable[[dict[str, Any]], None],
+    order: Iterable[str] | None = None,
+) -> float:
+    """Hands each answer to `keep` as it ends, or in this `order` of ids; the wall seconds that they took together."""
     began = time.perf_counter()
-    records = []
-    for record in answers(generator, jobs, models) if jobs else ():
-        records.append(record)
-        if keep:
-            keep(record)
-    return records, time.perf_counter() - began
+    done = answers(generator, jobs, models, plan)
+    for record in done if order is None else in_order(done, order):
+        keep(record)
+    return time.perf_counter() - began
 
 
 def generate_file(
@@ -300,45 +328,56 @@ def generate_file(
 ) -> dict[str, Any]:
     """Answers `settings.prompts` into `settings.output`; returns the report (see `report.make_report`).
 
+    The file is read three times: its lines are checked, then that the models can take every prompt, then they are
+    answered. Neither prompts nor answers are held, but for their ids and a comparison with plain decoding.
+
     Raises:
         FileNotFoundError, ValueError: a wrong line (by number), a wrong output file, models or prompts that cannot run.
     """
-    assert settings.prompts is not None and settings.output is not None  # checked by ServeSettings
-    records = read_prompts(settings.prompts, line_filter=settings.line_filter, limit=settings.limit)
-    todo = left_to_do(records, settings.output)
-    skipped = len(records) - len(todo)
-    if skipped:
-        there = f"{skipped} of {len(records)} prompts are there already, {len(todo)} to do"
+    assert settings.output is not None  # checked by ServeSettings
+    corpus = open_corpus(settings)
+    if corpus.skipped:
+        there = f"{corpus.skipped} of {corpus.total} prompts are there already, {corpus.left} to do"
         print(f"{settings.output}: {there}", file=sys.stderr)
     models = models_of(settings)
-    jobs = [make_job(record, models.target.tokenizer, settings) for record in todo]
-    stops = any(job.stop for job in jobs)
-    generator = make_generator(models, settings, every_round=stops)
-    for job in jobs:
-        generator.check(job.request)
-    with RecordWriter(settings.output) as writer, tqdm(total=len(jobs), disable=not sys.stderr.isatty()) as progress:
+
+    def jobs() -> Iterator[Job]:
+        return (make_job(record, models.target.tokenizer, settings) for record in corpus.todo())
+
+    plan = make_plan(make_generator(models, settings), jobs())
+    generator = make_generator(models, settings, every_round=plan.stops)
+    comparison, ordered, ledger = None, settings.order == "input", report.Ledger()
+    with RecordWriter(settings.output) as writer, Progress(corpus.left) as progress:
 
         def keep(record: dict[str, Any]) -> None:
             writer.write(record)
-            progress.update()
+            ledger.append(record)
+            progress.add(record["completion_tokens"])
 
-        if settings.compare and jobs:
-            plain = make_generator(models, settings, every_round=stops, plain=True)
-            done, seconds, comparison = compare_with_plain(generator, plain, jobs, models, keep)
+        if settings.compare and corpus.left:
+            plain = make_generator(models, settings, every_round=plan.stops, plain=True)
+            work = list(jobs())
+            seconds, comparison = compare_with_plain(generator, plain, work, models, plan, keep, ordered)
         else:
-            done, seconds = timed(generator, jobs, models, keep)
-            comparison = None
-    return report.make_report(settings, models.dtype, done, seconds, comparison=comparison, skipped=skipped)
+            order = (record.id for record in corpus.todo()) if ordered else None
+            seconds = timed(generator, jobs(), models, plan, keep, order)
+    return report.make_report(settings, models.dtype, ledger, seconds, comparison=comparison, skipped=corpus.skipped)
 
 
 def compare_with_plain(
-    generator: Generator, plain: Generator, jobs: Sequence[Job], models: Models, keep: Callable[[dict[str, Any]], None]
-) -> tuple[list[dict[str, Any]], float, dict[str, Any]]:
+    generator: Generator,
+    plain: Generator,
+    jobs: Sequence[Job],
+    models: Models,
+    plan: Plan,
+    keep: Callable[[dict[str, Any]], None],
+    ordered: bool = False,
+) -> tuple[float, dict[str, Any]]:
     """Answers `jobs` with both engines, warmed up; prompt by prompt in turn where no batch is asked for, so that a
     machine whose speed drifts slows both alike.
 
     Returns:
-        the records, their seconds, and the comparison (see `report.compare`).
+        the seconds of `generator`, and the comparison (see `report.compare`).
     """
     for engine in (generator, plain):
         engine.warm_up(job.request for job in jobs)
@@ -347,9 +386,13 @@ def compare_with_plain(
     others: list[dict[str, Any]] = []
     seconds = plain_seconds = 0.0
     for turn in turns:
-        records, taken = timed(generator, turn, models, keep)
-        done, seconds = done + records, seconds + taken
-        records, taken = timed(plain, turn, models)
-        others, plain_seconds = others + records, plain_seconds + taken
+
+        def take(record: dict[str, Any]) -> None:
+            keep(record)
+            done.append(record)
+
+        order = [job.request.id for job in turn] if ordered else None
+        seconds += timed(generator, turn, models, plan, take, order)
+        plain_seconds += timed(plain, turn, models, plan, others.append)
     greedy = {job.request.id for job in jobs if job.request.sampling.mode == "greedy"}
-    return done, seconds, report.compare(done, seconds, others, plain_seconds, greedy)
+    return seconds, report.compare(done, seconds, others, plain_seconds, greedy)

@@ -5,16 +5,51 @@ Seconds are wall time; tokens are generated tokens, stop token included.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from dspark_jax.serving.settings import ServeSettings
 
 Record = Mapping[str, Any]
+_COUNTS = ("prompt_tokens", "completion_tokens", "rounds", "drafted", "verified", "accepted")
+_LISTED = 10_000  # prompts that a report lists at most
+_RESAMPLED = 10_000  # prompts, or groups of prompts, that are resampled at most
 _PROMPT_FIELDS = ("id", "finish_reason", "prompt_tokens", "completion_tokens", "rounds", "accepted_length", "seconds")
 _RESAMPLES = 2000
+
+
+class Ledger(Sequence[dict[str, Any]]):
+    """The numbers of output lines, without texts and tokens: some 150 bytes a line, however many there are."""
+
+    def __init__(self) -> None:
+        self._ids: list[str] = []
+        self._reasons: list[str] = []
+        kinds = dict.fromkeys(_COUNTS, "q") | dict.fromkeys(("accepted_length", "seconds"), "d")
+        self._columns: dict[str, array[Any]] = {name: array(kind) for name, kind in kinds.items()}
+
+    def append(self, record: Record) -> None:
+        """Takes the numbers of an output line."""
+        self._ids.append(record["id"])
+        self._reasons.append(sys.intern(record["finish_reason"]))
+        for name, column in self._columns.items():
+            column.append(record[name])
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        words = {"id": self._ids[index], "finish_reason": self._reasons[index]}
+        return words | {name: column[index] for name, column in self._columns.items()}
 
 
 def rate(tokens: float, seconds: float) -> float:
@@ -39,20 +74,20 @@ def accepted_length_interval(records: Sequence[Record], seed: int = 0) -> list[f
     kept = [record for record in records if record["rounds"]]
     if len(kept) < 2:
         return None
-    rounds = np.array([record["rounds"] for record in kept])
-    committed = np.array([record["completion_tokens"] - 1 for record in kept])
+    group = np.arange(len(kept)) % _RESAMPLED  # of very many prompts, groups are drawn
+    rounds = np.bincount(group, [record["rounds"] for record in kept])
+    committed = np.bincount(group, [record["completion_tokens"] - 1 for record in kept])
     draws = np.random.default_rng(seed)
     ratios = []
     for _ in range(_RESAMPLES):
-        pick = draws.integers(0, len(kept), len(kept))
+        pick = draws.integers(0, len(rounds), len(rounds))
         ratios.append(committed[pick].sum() / rounds[pick].sum())
     return [round(float(x), 4) for x in np.quantile(ratios, (0.025, 0.975))]
 
 
 def totals(records: Sequence[Record], seconds: float) -> dict[str, Any]:
     """Sums over the prompts of a run that took `seconds`."""
-    names = ("prompt_tokens", "completion_tokens", "rounds", "drafted", "verified", "accepted")
-    sums: dict[str, Any] = {name: sum(record[name] for record in records) for name in names}
+    sums: dict[str, Any] = {name: sum(record[name] for record in records) for name in _COUNTS}
     return {
         "prompts": len(records),
         **sums,
@@ -107,7 +142,7 @@ def make_report(
     comparison: Mapping[str, Any] | None = None,
     skipped: int = 0,
 ) -> dict[str, Any]:
-    """The object that `--json` writes.
+    """The object that `--json` writes. It lists the first 10,000 prompts; its totals are of all.
 
     Args:
         dtype: the one in use. seconds: of the whole run; with a comparison no compilation is in it.
@@ -122,7 +157,7 @@ def make_report(
         "skipped": skipped,
         "compilation_timed": comparison is None,
         "totals": totals(records, seconds),
-        "prompts": [{name: record[name] for name in _PROMPT_FIELDS} for record in records],
+        "prompts": [{name: record[name] for name in _PROMPT_FIELDS} for record in records[:_LISTED]],
         "comparison": comparison,
     }
 

@@ -5,6 +5,7 @@ Nothing here imports JAX until a dtype is asked for, so `--help` and refusals ar
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,6 +34,9 @@ class ServeSettings:
         output: JSONL file that answers are appended to, one a line; a stopped run goes on where it was.
         line_filter: lines of --prompts to keep, by their 1-based number.
         limit: number of prompts to answer, the first ones that the filter keeps; all by default.
+        shard: I/N: answer every N-th prompt only, from the I-th on, so that N hosts share a file (each with an --output
+            of its own).
+        order: answers are written as they end (completed), or in the order of the prompts (input).
         target: target model: a folder, a GGUF file or a hub id; the embedded one by default.
         draft: drafter: a folder or a hub id; the embedded one by default.
         drafter: dspark is what --draft holds, of any kind (DSpark, DFlash, Eagle3, MTP); ngram looks the last tokens up
@@ -71,6 +75,8 @@ class ServeSettings:
     output: Path | None = None
     line_filter: Literal["all", "odd", "even"] = "all"
     limit: int | None = None
+    shard: str | None = None
+    order: Literal["completed", "input"] = "completed"
     target: str | None = None
     draft: str | None = None
     drafter: Literal["dspark", "ngram", "none"] = "dspark"
@@ -139,6 +145,8 @@ class ServeSettings:
             raise ValueError(
                 f"ngram_shortest {self.ngram_shortest}: must lie in 1..ngram_longest ({self.ngram_longest})"
             )
+        if self.shard is not None:
+            parse_shard(self.shard)
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit {self.limit}: must be at least 1 (left out: all)")
 
@@ -151,7 +159,8 @@ class ServeSettings:
                 "or --demo"
             )
         if self.prompts is None:
-            offline = {"output": self.output, "limit": self.limit, "compare": self.compare}
+            offline = {"output": self.output, "limit": self.limit, "compare": self.compare, "shard": self.shard}
+            offline["order"] = self.order != "completed"
             offline["line-filter"] = self.line_filter != "all"
             for name in (name for name, value in offline.items() if value):
                 raise ValueError(f"--{name}: only goes with --prompts FILE.jsonl")
@@ -208,6 +217,19 @@ class ServeSettings:
         of_server = settings_as_json(self.server)
         del of_server["api_key"]
         return own | {"batch_size": self.slots} | of_server
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """(i, n) of "i/n", i in 1..n.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+    number, count = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= number <= count:
+        raise ValueError(f"shard {text!r}: must be I/N with I from 1 to N, as 2/8 for the second of eight parts")
+    return number, count
 
 
 def parse_settings(argv: list[str], program: str = "serve.py") -> ServeSettings:

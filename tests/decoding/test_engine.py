@@ -89,10 +89,10 @@ def test_tokens_come_as_they_are_committed() -> None:
     heard: list[list[int]] = []
     endings: list[str] = []
 
-    def listener(tokens: list[int], completion) -> None:  # type: ignore[no-untyped-def]
-        heard.append(tokens)
-        if completion:
-            endings.append(completion.finish_reason)
+    def listener(event: batching.Event) -> None:
+        heard.append(event.tokens)
+        if event.completion:
+            endings.append(event.completion.finish_reason)
 
     with Engine(generator(), rounds=1) as engine:
         answer = engine.submit(request(2, 15), listener)
@@ -144,7 +144,7 @@ def test_requests_are_served_in_their_order() -> None:
     with Engine(generator(batch_size=1, slot_sizes=(1,))) as engine:
         answers = []
         for i in (5, 0, 3, 1):
-            note = lambda tokens, completion, i=i: ended.append(str(i)) if completion else None  # noqa: E731
+            note = lambda event, i=i: ended.append(str(i)) if event.completion else None  # noqa: E731
             answers.append(engine.submit(request(i, 5), note))
         for answer in answers:
             answer.result(300)
@@ -182,7 +182,8 @@ def test_closing_drains_or_ends() -> None:
 
 def test_a_failure_reaches_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(generator())
-    answers = [engine.submit(request(i)) for i in range(3)]
+    heard: list[batching.Event] = []
+    answers = [engine.submit(request(i), heard.append) for i in range(3)]
 
     def breaks(self, rounds):  # type: ignore[no-untyped-def]
         raise MemoryError("no room")
@@ -193,6 +194,7 @@ def test_a_failure_reaches_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(EngineClosed) as caught:
             answer.result(60)
         assert isinstance(caught.value.__cause__, MemoryError)
+    assert [type(event.failed) for event in heard] == [MemoryError] * 3
     with pytest.raises(EngineClosed):
         engine.submit(request(0))
 
@@ -206,7 +208,8 @@ def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None
     """Loads that rise and fall, texts that grow, all settings: no program is new."""
     monkeypatch.setattr(batching, "_SMALLEST", 32)
     monkeypatch.setattr(batching, "PATIENCE", 2)
-    engine = Engine(generator(batch_size=2, slot_sizes=(1, 2), max_context=44), rounds=2)
+    traced = {"trace_rounds": 2, "top_logprobs": 2, "switchable": True}
+    engine = Engine(generator(batch_size=2, slot_sizes=(1, 2), max_context=44, **traced), rounds=2)
     engine.warm_up(longest=44, longest_prompt=40, modes=("filtered",))
     before = compiled()
     with engine:

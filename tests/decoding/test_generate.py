@@ -289,3 +289,20 @@ def test_packed_equals_dense() -> None:
     tight, cut = one_step(TARGET.params, params, state, program=fixed, bucket=3)  # later drafts do not fit
     np.testing.assert_array_equal(cut.verified, [1, 0])
     assert int(tight.start[0]) > 9 and int(tight.start[1]) == 5
+
+
+def test_a_stream_takes_requests_as_it_needs_them():
+    """Of a thousand requests, no more than a few wait at any time; and one that cannot run ends it at its turn."""
+    taken = []
+
+    def coming():
+        for i in range(1000):
+            taken.append(i)
+            yield Request(str(i), (1, 2, 3) if i < 40 else (), SamplingParams(max_tokens=4))
+
+    engine, done = generator(batch_size=2), []
+    with pytest.raises(ValueError, match="request '40': the prompt is empty"):
+        for completion in engine.stream(coming(), "greedy"):
+            done.append(completion.id)
+            assert len(taken) <= len(done) + 12
+    assert len(taken) == 41

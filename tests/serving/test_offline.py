@@ -9,7 +9,7 @@ import pytest
 
 from dspark_jax.decoding.generate import Completion, Request
 from dspark_jax.serving.main import main
-from dspark_jax.serving.offline import Job, answer, load_models, make_generator, request_seed
+from dspark_jax.serving.offline import Job, answer, in_order, load_models, make_generator, request_seed
 from dspark_jax.serving.settings import parse_settings
 from dspark_jax.serving.stream import TextStream
 
@@ -159,11 +159,54 @@ def test_bad_lines_are_refused_before_anything_is_written(text, message, files, 
     assert not files[1].exists()
 
 
+def test_shards_share_a_file(files, models_flags, capsys):
+    """Together they answer every prompt once, with the texts of a single run."""
+    assert serve(files, models_flags) == 0
+    whole = without_seconds(lines(files[1]))
+    parts = {}
+    for number in (1, 2, 3):
+        part = files[1].with_name(f"part{number}.jsonl")
+        assert serve((files[0], part, files[2]), models_flags, "--shard", f"{number}/3") == 0
+        mine = without_seconds(lines(part))
+        assert not set(mine) & set(parts)
+        parts |= mine
+    assert parts == whole
+    part = files[1].with_name("part.jsonl")
+    assert serve((files[0], part, files[2]), models_flags, "--shard", "1/2", "--line-filter", "odd") == 0
+    assert set(lines(part)) == {"p:1", "p:5"}
+    capsys.readouterr()
+    assert serve((files[0], part, files[2]), models_flags, "--shard", "6/6") == 2
+    assert "holds no prompts (line_filter 'all', shard 6/6)" in capsys.readouterr().err
+
+
+def test_answers_in_the_order_of_the_prompts(files, models_flags):
+    """The short one ends before its neighbour and waits; also where half of them are there already."""
+    assert serve(files, models_flags, "--order", "input", "--batch-size", "3") == 0
+    names = [json.loads(line)["id"] for line in files[1].read_text().splitlines()]
+    assert names == ["p:1", "x", "p:3", "p:4", "p:5"]
+    expected = without_seconds(lines(files[1]))
+    kept = files[1].read_text().splitlines(keepends=True)[1:3]
+    files[1].write_text("".join(kept))
+    assert serve(files, models_flags, "--order", "input", "--batch-size", "3") == 0
+    names = [json.loads(line)["id"] for line in files[1].read_text().splitlines()]
+    assert names == ["x", "p:3", "p:1", "p:4", "p:5"]
+    assert without_seconds(lines(files[1])) == expected
+
+
+def test_records_that_come_too_early_are_held():
+    records = [{"id": name} for name in "cabed"]
+    seen = []
+    for record in in_order((seen.append(r["id"]) or r for r in records), "abcde"):
+        assert record["id"] in seen
+        seen.append(record["id"].upper())
+    assert "".join(seen) == "caAbBCedDE"
+
+
 def test_an_output_file_of_other_prompts_is_refused(files, models_flags, capsys):
     files[1].write_text(json.dumps({"id": "p:4", "prompt": "another"}) + "\n")
     before = files[1].read_bytes()
     assert serve(files, models_flags) == 2
-    assert "id 'p:4' is there for another prompt, 'another' and not 'four'" in capsys.readouterr().err
+    assert "id 'p:4' is there for another prompt, not for 'four'" in capsys.readouterr().err
     assert files[1].read_bytes() == before
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from dspark_jax.config import write_json
@@ -34,6 +35,29 @@ def test_an_interval_needs_two_prompts_and_is_repeatable():
     assert report.accepted_length_interval(same) == [2.0, 2.0]
     mixed = [line("a", 11, 5), line("b", 31, 5)]
     assert report.accepted_length_interval(mixed) == report.accepted_length_interval(mixed)
+
+
+def test_a_ledger_has_the_numbers_of_its_lines():
+    """Without texts and tokens, as a sequence; and totals of it are those of the lines."""
+    records = [line("a", 11, 5), line("b", 31, 5), line("c", 1, 0)]
+    ledger = report.Ledger()
+    for record in records:
+        ledger.append(record)
+    slim = [{name: value for name, value in record.items() if name != "token_ids"} for record in records]
+    assert list(ledger) == slim and ledger[1:] == slim[1:] and ledger[-1] == slim[-1]
+    assert report.totals(ledger, 2.0) == report.totals(records, 2.0)
+    summary = report.make_report(ServeSettings(prompt="a"), "float32", ledger, 1.0)
+    assert [prompt["id"] for prompt in summary["prompts"]] == ["a", "b", "c"]
+
+
+def test_intervals_of_very_many_prompts_resample_groups(monkeypatch):
+    rng = np.random.default_rng(0)
+    records = [line(str(i), int(n), 5) for i, n in enumerate(rng.integers(6, 30, 400))]
+    single = report.accepted_length_interval(records)
+    monkeypatch.setattr(report, "_RESAMPLED", 100)
+    grouped = report.accepted_length_interval(records)
+    assert single is not None and grouped is not None and grouped != single
+    assert np.allclose(single, grouped, atol=0.04)
 
 
 def test_nothing_done_gives_zeros():
