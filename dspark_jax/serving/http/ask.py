@@ -17,12 +17,14 @@ class Ask:
     """One HTTP request.
 
     Attributes:
-        requests: of the engine, one for each choice: the n answers of the first prompt, those of the second, ...
+        name: id of the answer. requests: of the engine, one for each choice: the n answers of the first prompt, those
+            of the second, and so on.
         prompt_tokens: of all prompts, each counted once.
         stop: texts that end an answer. stop_ids: tokens that do, besides the model's own.
         detailed: whether the answers are told of token by token: log-probabilities or a trace.
     """
 
+    name: str
     requests: tuple[Request, ...]
     prompt_tokens: int
     stop: tuple[str, ...] = ()
@@ -36,9 +38,9 @@ def make_ask(
     """The requests of a body that has been checked.
 
     Args:
-        name: the answer's id; the engine's requests are named after it. prompts: token ids. limit: tokens to generate
-            at most; None: what the context leaves. logprobs: most likely tokens to tell of; None: nothing of the kind.
-        context: tokens of prompt and answer together at most.
+        name: the answer's id, which the engine's requests are named after. prompts: token ids. limit: tokens to
+            generate at most; None: what the context leaves. logprobs: most likely tokens to tell of; None: no
+            log-probabilities at all. context: tokens of prompt and answer together at most.
 
     Raises:
         ApiError: a prompt that is empty, or that the context does not hold, with or without the answer.
@@ -51,6 +53,7 @@ def make_ask(
             speculative = body.speculative is not False
             requests.append(Request(f"{name}-{number}-{i}", tuple(ids), one, None, speculative, logprobs))
     return Ask(
+        name,
         tuple(requests),
         sum(map(len, prompts)),
         tuple(body.stop),

@@ -20,7 +20,7 @@ _RULES = {
     "Field required": "missing, must be given",
     "Extra inputs are not permitted": "unknown field, must be left out",
 }
-RETRY_SECONDS = 1  # that a client should wait where the queue is full
+RETRY = {"Retry-After": "1"}  # seconds, where requests are not taken now
 
 
 class ApiError(Exception):
@@ -54,12 +54,12 @@ class ApiError(Exception):
 
 def full(message: str) -> ApiError:
     """Too many requests wait."""
-    return ApiError(429, message, code="queue_full", headers={"Retry-After": str(RETRY_SECONDS)})
+    return ApiError(429, message, code="queue_full", headers=RETRY)
 
 
 def unavailable(message: str, code: str) -> ApiError:
     """The server takes no requests now."""
-    return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_SECONDS)})
+    return ApiError(503, message, code=code, headers=RETRY)
 
 
 def too_long(message: str, param: str | None = None) -> ApiError:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.serving.http.conftest import CHAT, CONTEXT, MODEL, events
+from tests.serving.http.conftest import CHAT, CONTEXT, MODEL, events, until
 
 USER = [{"role": "user", "content": "hello"}]
 RENDERED = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
@@ -171,3 +172,16 @@ def test_a_template_that_refuses_is_a_400(client, service, monkeypatch):
     response = client.post(CHAT, json=body(messages=turns))
     assert response.status_code == 400
     assert "no chat template, must be one user message and not 2" in response.json()["error"]["message"]
+
+
+def test_plain_and_speculative_requests_share_the_engine(client, service, gate, plain):
+    """Together in its slots: each has its own trace, and both the same text."""
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(ask, client, trace=True, speculative=how) for how in (False, True)]
+        until(lambda: len(service.at_work) == 2)
+        gate.set()
+        alone, drafted = (one.result() for one in asked)
+    assert {answer["choices"][0]["message"]["content"] for answer in (alone, drafted)} == {plain(RENDERED)}
+    assert all(not one["drafts"] and not one["verified"] for one in alone["dspark"]["rounds"])
+    assert any(one["drafts"] for one in drafted["dspark"]["rounds"])
+    assert alone["dspark"]["summary"]["drafted"] == 0 < drafted["dspark"]["summary"]["drafted"]

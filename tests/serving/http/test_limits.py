@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from starlette.testclient import TestClient
 
-from dspark_jax.serving.http import app as application
+from dspark_jax.serving.http import routes
 from dspark_jax.serving.http.app import create_app
 from dspark_jax.serving.http.middleware import request_id
 from dspark_jax.serving.http.page import content_policy
@@ -116,7 +116,7 @@ def test_what_nobody_catches_is_500(client, service, monkeypatch, caplog):
     def breaks(*_):
         raise RuntimeError("a secret detail")
 
-    monkeypatch.setattr(application, "prompt_ids", breaks)
+    monkeypatch.setattr(routes, "prompt_ids", breaks)
     response = client.post(CHAT, json={"messages": [{"role": "user", "content": "a"}]}, headers={"X-Request-Id": "r1"})
     assert response.status_code == 500 and response.headers["x-request-id"] == "r1"
     message = response.json()["error"]["message"]
