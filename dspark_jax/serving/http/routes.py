@@ -165,6 +165,6 @@ class Routes:
         return Response(html, media_type="text/html", headers=headers)
 
 
-def _told(body: Body, logprobs: int | None) -> dict[str, bool]:
+def _told(body: Body, logprobs: int | None) -> dict[str, Any]:
     """What a reply tells besides text."""
     return {"logprobs": logprobs is not None, "trace": bool(body.trace), "include_usage": body.include_usage}

@@ -60,9 +60,9 @@ def make_service(settings: ServeSettings, models: Models, generator: Generator) 
     options = settings.server
     engine = Engine(generator, options.rounds)
     if options.warm_up:
-        context = engine.generator.context
-        logger.info("compiling for texts of up to %d tokens ...", context)
-        engine.warm_up(context, context - 1)
+        longest = min(options.warm_up_tokens or engine.generator.context, engine.generator.context)
+        logger.info("compiling for texts of up to %d tokens ...", longest)
+        engine.warm_up(longest, longest - 1)
     drafter = None if models.drafter is None else models.drafter.path.name
     serving = Serving(
         model_name(settings),

@@ -30,7 +30,9 @@ class HttpSettings:
         max_body: bytes of a request's body at most.
         rounds: decoding rounds between two looks of the host: text comes in pieces of so many rounds.
         drain_seconds: seconds that running requests get to end after SIGTERM or SIGINT.
-        warm_up: compile everything before the address opens; --no-warm-up compiles when requests need it.
+        warm_up: compile before the address opens; --no-warm-up compiles when requests need it, and they all wait then.
+        warm_up_tokens: what is compiled ahead is for texts of up to so many tokens, prompt and answer; 0: for all that
+            --max-context allows, so that nothing is compiled later.
     """
 
     http: str | None = None
@@ -43,6 +45,7 @@ class HttpSettings:
     rounds: int = 2
     drain_seconds: float = 30.0
     warm_up: bool = True
+    warm_up_tokens: int = 240
 
     def check(self) -> None:
         """Refuses what cannot run.
@@ -65,6 +68,8 @@ class HttpSettings:
         for name, unit in (("max_body", "byte"), ("rounds", "round")):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: must be at least 1 {unit}")
+        if self.warm_up_tokens < 0:
+            raise ValueError(f"warm_up_tokens {self.warm_up_tokens}: must be at least 0 tokens")
         if self.max_waiting < 0:
             raise ValueError(f"max_waiting {self.max_waiting}: must be at least 0 requests")
         if not 0 <= self.drain_seconds < float("inf"):

@@ -41,6 +41,7 @@ REFUSED = [
     ([*HTTP, "--api-key", "a b"], "api_key: must be printable ASCII without blanks"),
     (["--prompt", "a", "--api-key", "k"], "--api-key: only goes with --http"),
     (["--prompt", "a", "--no-warm-up"], "--warm-up: only goes with --http"),
+    ([*HTTP, "--warm-up-tokens", "-1"], "warm_up_tokens -1: must be at least 0 tokens"),
     (["--prompt", "a", "--max-context", "64"], "--max-context: only goes with --http"),
 ]
 
