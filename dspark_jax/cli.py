@@ -8,7 +8,7 @@ from importlib import import_module
 
 # command: (module that holds main, what it does)
 COMMANDS = {
-    "serve": ("dspark_jax.serving.main", "generate text: one prompt, or a file of prompts"),
+    "serve": ("dspark_jax.serving.main", "generate text: one prompt, a file of prompts, or an HTTP server"),
     "train": ("dspark_jax.training.trainer", "train a drafter for a frozen target"),
     "data": ("dspark_jax.data.regenerate", "let the target answer prompts, to train a drafter on"),
     "calibrate": ("dspark_jax.calibration.command", "make the confidences of a drafter true: fit temperatures"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,13 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from dspark_jax.checkpoints.gguf import GGUFFile, TokenType
 from dspark_jax.checkpoints.scored_bpe import scored_bpe
+from dspark_jax.checkpoints.spelling import Spelling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Message = Mapping[str, Any]
+_LONG = 10_000  # characters, from which on a text is encoded by the call that lets other threads run meanwhile
 
 _WORDS_LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -88,11 +91,19 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text. Special tokens written out in the text are recognised; none is added."""
+        if len(text) >= _LONG:
+            (encoding,) = self._raw.encode_batch([text], add_special_tokens=False)
+            return encoding.ids
         return self._raw.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of ids; bytes that are no valid UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
         return self._raw.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        """Names and bytes of single tokens."""
+        return Spelling(self._raw)
 
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **options: Any) -> str:
         """Text of a chat by the model's own template.
@@ -132,6 +143,9 @@ class IncrementalDecoder:
 
     A character may span several tokens. Until it is complete the text ends in U+FFFD, so that tail is held back. Only a
     window of recent ids is decoded again; it slides at places where a character ends.
+
+    Attributes:
+        whole: whether no character is unfinished.
     """
 
     _SLIDE_AT = 32  # ids
@@ -142,6 +156,7 @@ class IncrementalDecoder:
         self._window: list[int] = []
         self._emitted = 0  # characters of the window's text that are out
         self._boundary = 0  # a position in the window where a character ended
+        self.whole = True
 
     def push(self, ids: Sequence[int]) -> str:
         """Takes the next ids, gives the characters that are complete by now (maybe none)."""
@@ -150,8 +165,9 @@ class IncrementalDecoder:
         text = self._decode(self._window)
         stable = text.rstrip("\ufffd")
         piece = stable[self._emitted :]
+        self.whole = stable == text
         self._emitted = max(self._emitted, len(stable))
-        if stable == text:
+        if self.whole:
             if before >= self._SLIDE_AT:
                 self._slide()
             self._boundary = len(self._window)
@@ -160,7 +176,7 @@ class IncrementalDecoder:
     def finish(self) -> str:
         """The rest, with U+FFFD for a character that never became complete. The decoder is empty afterwards."""
         rest = self._decode(self._window)[self._emitted :]
-        self._window, self._emitted, self._boundary = [], 0, 0
+        self._window, self._emitted, self._boundary, self.whole = [], 0, 0, True
         return rest
 
     def _slide(self) -> None:

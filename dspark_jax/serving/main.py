@@ -1,4 +1,4 @@
-"""The program behind `serve.py` and `dspark serve`: one prompt, a file of prompts, or the demo."""
+"""The program behind `serve.py` and `dspark serve`: one prompt, a file of prompts, an HTTP server, or the demo."""
 
 from __future__ import annotations
 
@@ -35,6 +35,10 @@ def run(settings: ServeSettings) -> int:
     Raises:
         ValueError, OSError: bad input, as in `offline.generate_file`.
     """
+    if settings.server.http is not None:
+        from dspark_jax.serving.http.server import serve
+
+        return serve(settings)
     from dspark_jax.serving import offline, report
     from dspark_jax.serving.demo import run_demo
 

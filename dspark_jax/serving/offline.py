@@ -110,32 +110,70 @@ def make_generator(
     """
     drafter = None if plain else models.drafter
     budgeted = drafter is not None and settings.schedule in BUDGETED
+    sampling = SamplingParams(settings.temperature, settings.top_p, settings.top_k, settings.min_p)
     return Generator(
         models.target,
         drafter,
-        batch_size=settings.batch_size,
+        batch_size=settings.slots,
         schedule=settings.schedule if drafter is not None else "fixed",
         threshold=settings.threshold,
         seed=settings.seed,
         stop_ids=models.stop_ids,
         stream_rounds=1 if every_round else _STREAM_ROUNDS,
-        curve=throughput_curve(models, settings) if budgeted else None,
+        curve=throughput_curve(models, settings, (settings.slots,), sampling.mode) if budgeted else None,
         mesh=models.mesh,
     )
 
 
-def throughput_curve(models: Models, settings: ServeSettings) -> Curve:
-    """The curve that budgets are chosen by: the file of the settings, or the stored one, measured where it is missing.
+def make_serving_generator(models: Models, settings: ServeSettings) -> Generator:
+    """The engine for requests that come at any time: slots and caches that grow, traces and log-probabilities.
 
     Raises:
-        ValueError: the file is of another machine or other models, lacks this batch size, or is damaged.
+        ValueError: a throughput curve of another machine or other models.
+    """
+    budgeted = models.drafter is not None and settings.schedule in BUDGETED
+    sizes = slot_sizes(settings.slots, settings.data)
+    return Generator(
+        models.target,
+        models.drafter,
+        batch_size=settings.slots,
+        schedule=settings.schedule if models.drafter is not None else "fixed",
+        threshold=settings.threshold,
+        seed=settings.seed,
+        stop_ids=models.stop_ids,
+        slot_sizes=sizes,
+        max_context=settings.server.max_context,
+        curve=throughput_curve(models, settings, sizes, "plain") if budgeted else None,
+        mesh=models.mesh,
+        trace_rounds=settings.server.rounds,
+        top_logprobs=settings.server.max_logprobs,
+        switchable=True,
+    )
+
+
+def slot_sizes(most: int, least: int = 1) -> tuple[int, ...]:
+    """Numbers of slots to compile for: `least`, doubling, and `most`."""
+    sizes = []
+    while least < most:
+        sizes.append(least)
+        least *= 2
+    return (*sizes, most)
+
+
+def throughput_curve(models: Models, settings: ServeSettings, slots: Sequence[int], mode: Mode) -> Curve:
+    """The curve that budgets are chosen by: the file of the settings, or the stored one, measured where it is missing.
+
+    Args:
+        slots: numbers of slots that must be in it. mode: the sampling program that it is of.
+
+    Raises:
+        ValueError: the file is of another machine or other models, lacks a number of slots, or is damaged.
     """
     from dspark_jax.profiling.measure import Models as Profiled
     from dspark_jax.profiling.provide import curve_for
 
-    sampling = SamplingParams(settings.temperature, settings.top_p, settings.top_k, settings.min_p)
-    profiled = Profiled(models.target, models.drafter, sampling.mode, models.mesh, models.stop_ids)
-    slots, measure = (settings.batch_size,), settings.profile is None
+    profiled = Profiled(models.target, models.drafter, mode, models.mesh, models.stop_ids)
+    measure = settings.profile is None
     with log_to_stderr():
         return curve_for(profiled, slots, (capacity_for(1),), file=settings.profile, measure=measure)
 

@@ -14,6 +14,7 @@ import tyro
 
 from dspark_jax.config import settings_as_json
 from dspark_jax.data.prompts import sampling_fields
+from dspark_jax.serving.http.settings import DEFAULT_SLOTS, HttpSettings
 
 DTYPES = ("auto", "float32", "bfloat16")
 SCHEDULES = ("fixed", "threshold", "causal", "async")
@@ -25,7 +26,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "st
 class ServeSettings:
     """Generate text with a target model and a drafter that speeds it up without changing its distribution.
 
-    Give one of --prompt, --prompts with --output, or --demo.
+    Give one of --prompt, --prompts with --output, --http, or --demo.
 
     Attributes:
         prompt: text to answer; the answer streams to the terminal.
@@ -50,7 +51,7 @@ class ServeSettings:
         seed: seed of the run; each prompt draws from (seed, its id).
         max_tokens: tokens to generate at most for a prompt.
         stop: text that ends an answer and is not part of it; can be given several times.
-        batch_size: prompts decoded together.
+        batch_size: prompts decoded together; 1 by default, and 8 with --http.
         schedule: which part of a block the target verifies: all of it (fixed); the tokens before the confidence falls
             below --threshold; or what pays by this machine's throughput curve, over all prompts of the batch, decided
             from this round's confidences (causal) or a budget from two rounds before (async).
@@ -66,6 +67,7 @@ class ServeSettings:
             warmed up first, so that no compilation is timed.
         json: file for settings, totals (tokens, seconds, tokens per second) and the comparison, as one JSON object.
         demo: stream one fixed problem, then time plain and speculative decoding on it (greedy, medians of 3).
+        server: options of --http.
     """
 
     prompt: str | None = None
@@ -88,7 +90,7 @@ class ServeSettings:
     seed: int = 0
     max_tokens: int = 256
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    batch_size: int = 1
+    batch_size: int | None = None
     schedule: Literal["fixed", "threshold", "causal", "async"] = "fixed"
     threshold: float = 0.5
     profile: Path | None = None
@@ -99,6 +101,14 @@ class ServeSettings:
     compare: bool = False
     json: Path | None = None
     demo: bool = False
+    server: Annotated[HttpSettings, tyro.conf.arg(name="")] = HttpSettings()
+
+    @property
+    def slots(self) -> int:
+        """Prompts decoded together."""
+        if self.batch_size is not None:
+            return self.batch_size
+        return 1 if self.server.http is None else DEFAULT_SLOTS
 
     def check(self) -> None:
         """Refuses what cannot run, before anything is loaded.
@@ -111,6 +121,7 @@ class ServeSettings:
         """
         self._check_numbers()
         self._check_modes()
+        self.server.check()
         self._check_files()
 
     def _check_numbers(self) -> None:
@@ -119,13 +130,13 @@ class ServeSettings:
         for name in ("data", "tensor"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: must be at least 1 device")
-        if self.batch_size % self.data:
-            raise ValueError(f"batch_size {self.batch_size}: must be a multiple of data {self.data}")
         sampling_fields(self.sampling())
         if self.min_p >= 1:
             raise ValueError(f"min_p {self.min_p}: must be from 0 to below 1")
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size {self.batch_size}: must be at least 1")
+        if self.slots < 1:
+            raise ValueError(f"batch_size {self.slots}: must be at least 1")
+        if self.slots % self.data:
+            raise ValueError(f"batch_size {self.slots}: must be a multiple of data {self.data}")
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold {self.threshold}: a probability, must lie in [0, 1]")
         if self.ngram_tokens < 1:
@@ -140,19 +151,25 @@ class ServeSettings:
             raise ValueError(f"limit {self.limit}: must be at least 1 (left out: all)")
 
     def _check_modes(self) -> None:
-        modes = (self.prompt is not None) + (self.prompts is not None) + self.demo
+        served = self.server.http is not None
+        modes = (self.prompt is not None) + (self.prompts is not None) + self.demo + served
         if modes != 1:
-            raise ValueError("give exactly one of --prompt TEXT, --prompts FILE.jsonl --output FILE.jsonl, or --demo")
+            raise ValueError(
+                "give exactly one of --prompt TEXT, --prompts FILE.jsonl --output FILE.jsonl, --http HOST:PORT, "
+                "or --demo"
+            )
         if self.prompts is None:
             offline = {"output": self.output, "limit": self.limit, "compare": self.compare, "shard": self.shard}
             offline["order"] = self.order != "completed"
             offline["line-filter"] = self.line_filter != "all"
             for name in (name for name, value in offline.items() if value):
                 raise ValueError(f"--{name}: only goes with --prompts FILE.jsonl")
-            if self.batch_size != 1:
-                raise ValueError(f"batch_size {self.batch_size}: only goes with --prompts FILE.jsonl, one prompt is 1")
+            if self.slots != 1 and not served:
+                raise ValueError(f"batch_size {self.slots}: only goes with --prompts FILE.jsonl, one prompt is 1")
         elif self.output is None:
             raise ValueError("--prompts: needs --output FILE.jsonl for the answers")
+        if served:
+            self._check_sampling_is_left_out()
         if self.drafter == "none" and (self.compare or self.demo):
             raise ValueError("drafter 'none': --compare and --demo set plain decoding against a drafter, give one")
         if self.drafter == "ngram":
@@ -162,6 +179,12 @@ class ServeSettings:
                 raise ValueError(f"schedule {self.schedule!r}: --drafter ngram has no confidences, must be fixed")
         if self.demo and (self.temperature or self.stop):
             raise ValueError("--demo: decodes greedily to the model's own stop, leave out --temperature and --stop")
+
+    def _check_sampling_is_left_out(self) -> None:
+        for name in (name for name in _SAMPLING if name != "seed"):
+            if getattr(self, name) != getattr(ServeSettings, name):
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option}: does not go with --http, where each request brings its own")
 
     def _check_files(self) -> None:
         if self.prompt == "":
@@ -188,8 +211,12 @@ class ServeSettings:
         return {name: getattr(self, name) for name in _SAMPLING}
 
     def as_json(self) -> dict[str, Any]:
-        """The settings with paths as text, for a report."""
-        return settings_as_json(self)
+        """The settings with paths as text, for a report; keys stay secret."""
+        own = settings_as_json(self)
+        del own["server"]
+        of_server = settings_as_json(self.server)
+        del of_server["api_key"]
+        return own | {"batch_size": self.slots} | of_server
 
 
 def parse_shard(text: str) -> tuple[int, int]:

@@ -37,7 +37,8 @@ class TextStream:
 
     Attributes:
         token_ids: ids of the answer so far, the model's stop token included; nothing behind a stop string.
-        text: what has been given out so far. stopped: a stop string was found.
+        text: what has been given out so far. held: what is known behind it, and held back because it may begin a stop
+            string. stopped: a stop string was found.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), stop_ids: Sequence[int] = ()) -> None:
@@ -47,7 +48,12 @@ class TextStream:
         self._decoder = IncrementalDecoder(tokenizer)
         self._stop = tuple(stop)
         self._stop_ids = frozenset(stop_ids)
-        self._held = ""
+        self.held = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether no character is unfinished."""
+        return self._decoder.whole
 
     def push(self, ids: Sequence[int]) -> str:
         """Takes the next ids and gives the text that is sure by now; '' for everything after a stop string."""
@@ -68,19 +74,19 @@ class TextStream:
             return ""
         rest = self._scan(self._decoder.finish())
         if not self.stopped:
-            rest += self._give(self._held)
-        self._held = ""
+            rest += self._give(self.held)
+        self.held = ""
         return rest
 
     def _scan(self, piece: str) -> str:
         """Text up to the first stop string, less what may be the beginning of one."""
-        text = self._held + piece
+        text = self.held + piece
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         if found:
-            self.stopped, self._held = True, ""
+            self.stopped, self.held = True, ""
             return self._give(text[: min(found)])
         keep = max((overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - keep :]
+        self.held = text[len(text) - keep :]
         return self._give(text[: len(text) - keep])
 
     def _give(self, piece: str) -> str:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
+from dspark_jax.checkpoints import tokenizer as tokenizer_module
 from dspark_jax.checkpoints.load import embedded_target_path
 from dspark_jax.checkpoints.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
 from tests.checkpoints.gguf_files import MERGES, random_tensors, recipe, small_config, token_list, tokenizer_keys
@@ -291,3 +292,11 @@ def test_word_rules_are_those_of_the_families():
     tail = [" $", "x", "...\r\n\n", " ok", " ", " go"]
     assert cut(_WORDS_QWEN2, text) == [*shared, "1", "2", "3", "4", "5", *tail]
     assert cut(_WORDS_LLAMA3, text) == [*shared, "123", "45", *tail]
+
+
+@needs_smollm2
+def test_long_texts_are_encoded_as_short_ones(smollm2, monkeypatch):
+    text = "Hello <|im_end|> 12 é\n\n1."
+    ids = smollm2.encode(text)
+    monkeypatch.setattr(tokenizer_module, "_LONG", 1)
+    assert smollm2.encode(text) == ids
