@@ -1,7 +1,7 @@
 """A server with the endpoints of `dspark serve` and scripted answers, so that the page is tested without a model.
 
-The first word of the last user message names the script. Bytes of the streams are cut where it hurts: inside lines, inside
-characters and between the two halves of a line end.
+The first word of the last user message names the script. Bytes of the streams are cut where it hurts: inside lines,
+inside characters and between the two halves of a line end.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def split(text: str) -> list[str]:
 
 
 def drafted(text: str) -> tuple[Round, ...]:
-    """Rounds that bring a text: a prefill's token, then blocks of which 5, 2, 0 and 3 drafts are right, again and again."""
+    """Rounds that bring a text: a prefill's token, then blocks of which 5, 2, 0, 3, 5, ... drafts are right."""
     tokens = split(text)
     rounds = [Round(((tokens[0], "plain"),))]
     at, turn = 1, 0
@@ -111,7 +111,10 @@ class Script:
     fault: str = ""
 
 
-HELLO = "Grüße aus Zürich! 你好，世界。 Ein Smiley 🙂 und eine Familie 👩‍👩‍👧, dazu ∑ und é.\n\nSecond paragraph with enough words to need a few more rounds."
+HELLO = (
+    "Grüße aus Zürich! 你好，世界。 Ein Smiley 🙂 und eine Familie 👩‍👩‍👧, dazu ∑ und é.\n\n"
+    "Second paragraph with enough words to need a few more rounds."
+)
 HTML = "<b>bold</b> <img src=x onerror=alert(1)> <script>document.title='owned'</script> &amp; </div> done."
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards quietly mix potions in jugs".split()
 LONG = "\n\n".join(" ".join(WORDS[(i + j * 7) % len(WORDS)] for j in range(60)) + "." for i in range(100))
@@ -139,6 +142,10 @@ class Fake:
     active: int = 0
     disconnects: int = 0
     requests: list[Json] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Back to how it began."""
+        vars(self).update(vars(Fake()))
 
     async def page(self, _: Request) -> Response:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": CSP})
