@@ -7,6 +7,8 @@ inside characters and between the two halves of a line end.
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
 import re
 import socket
@@ -24,7 +26,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 PAGE = Path(__file__).resolve().parents[3] / "dspark_jax" / "serving" / "http" / "page.html"
-CSP = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+CSP = "default-src 'none'; script-src 'sha256-{hash}'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 MODEL = {
     "id": "tiny-target",
     "object": "model",
@@ -148,7 +150,10 @@ class Fake:
         vars(self).update(vars(Fake()))
 
     async def page(self, _: Request) -> Response:
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": CSP})
+        html = PAGE.read_text(encoding="utf-8")
+        script = html.split("<script>")[1].split("</script>")[0]  # the strictest policy: this script and no other
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        return HTMLResponse(html, headers={"Content-Security-Policy": CSP.format(hash=digest)})
 
     async def health(self, _: Request) -> Response:
         status = "ok" if self.healthy else "draining"
