@@ -4,8 +4,8 @@
 
 A closed loop: N requests are there all the time, each that ends is replaced at once; prompts of many domains, answers
 of different lengths. What counts are the tokens and the seconds of the engine between the N-th answer and the last one,
-with prefills; what is still at work then is cancelled. The systems take turns at each load, and ratios are of runs of one turn (their
-median), so that a machine whose speed drifts slows all of them alike.
+with prefills; what is still at work then is cancelled. The systems take turns at each load, and ratios are of runs of one
+turn (their median), so that a machine whose speed drifts slows all of them alike.
 """
 
 from __future__ import annotations
@@ -229,10 +229,11 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
 
     loads = [int(load) for load in results]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
-    for name in next(iter(results.values())):
-        left.plot(loads, [entry[name]["tokens_per_second"] for entry in results.values()], marker="o", label=name)
+    for number, name in enumerate(next(iter(results.values()))):
+        style = {"marker": "o", "label": name, "color": f"C{number}"}
+        left.plot(loads, [entry[name]["tokens_per_second"] for entry in results.values()], **style)
         if name != "plain":
-            right.plot(loads, [entry[name]["budget"] for entry in results.values()], marker="o", label=name)
+            right.plot(loads, [entry[name]["budget"] for entry in results.values()], **style)
     for axis, title in ((left, "tokens per second"), (right, "verified rows of a request and round")):
         axis.set(xscale="log", xlabel="concurrent requests", title=title, xticks=loads, xticklabels=loads)
         axis.set_ylim(bottom=0)
