@@ -4,7 +4,7 @@
 
 A closed loop: N requests are there all the time, each that ends is replaced at once; prompts of many domains, answers
 of different lengths. What counts are the tokens and the seconds of the engine between the N-th answer and the last one,
-with prefills; what is still at work then is cancelled. The systems take turns at each load, and ratios are of runs of one
+with prefills; what is still at work then is cancelled. The systems take turns at each load, and ratios are of runs of a
 turn (their median), so that a machine whose speed drifts slows all of them alike.
 """
 
