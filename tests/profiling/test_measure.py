@@ -168,7 +168,7 @@ def test_a_point_is_the_median_of_timings_in_turn(models: Models, monkeypatch) -
     assert [force for force, _, _ in measured] == [0, 1, PLAIN, PLAIN, 1, 0, 0, 1, PLAIN, PLAIN, 1, 0, 0, 1, PLAIN]
     assert all(costs[force] * rounds * calls >= 0.05 and rounds == 10 for force, rounds, calls in measured)
     measure_point(models, 2, 256, Timing(repeats=1, seconds=0.001))
-    assert timed[-3:] == [(0, 1, 1), (1, 1, 1), (PLAIN, 1, 1)]  # no more rounds than are needed
+    assert timed[-3:] == [(0, 4, 1), (1, 4, 1), (PLAIN, 4, 1)]  # no more rounds than an engine takes
 
 
 def test_the_program_that_was_timed_is_the_one_that_decodes(models: Models) -> None:
