@@ -26,7 +26,9 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 PAGE = Path(__file__).resolve().parents[3] / "dspark_jax" / "serving" / "http" / "page.html"
-CSP = "default-src 'none'; script-src 'sha256-{hash}'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+CSP = (
+    "default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; form-action 'none'"
+)
 MODEL = {
     "id": "tiny-target",
     "object": "model",
@@ -151,9 +153,8 @@ class Fake:
 
     async def page(self, _: Request) -> Response:
         html = PAGE.read_text(encoding="utf-8")
-        script = html.split("<script>")[1].split("</script>")[0]  # the strictest policy: this script and no other
-        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        return HTMLResponse(html, headers={"Content-Security-Policy": CSP.format(hash=digest)})
+        policy = CSP.format(**{kind: digest(html, kind) for kind in ("script", "style")})
+        return HTMLResponse(html, headers={"Content-Security-Policy": policy})
 
     async def health(self, _: Request) -> Response:
         status = "ok" if self.healthy else "draining"
@@ -222,6 +223,12 @@ def events(script: Script, speculative: bool, max_tokens: int) -> Iterator[str]:
     last = {"index": 0, "delta": {}, "finish_reason": reason}
     yield event({"choices": [last], "dspark": {"summary": summary(rounds)}})
     yield "data: [DONE]\n\n"
+
+
+def digest(html: str, kind: str) -> str:
+    """The policy's source that allows the page's one script or style, and no other."""
+    text = html.split(f"<{kind}>")[1].split(f"</{kind}>")[0]
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def event(chunk: Json) -> str:
