@@ -29,12 +29,12 @@ PAGE = Path(__file__).resolve().parents[3] / "dspark_jax" / "serving" / "http" /
 CSP = (
     "default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; form-action 'none'"
 )
+BLOCK, CONTEXT = 5, 4096
 MODEL = {
     "id": "tiny-target",
     "object": "model",
-    "dspark": {"drafter": "tiny-drafter", "schedule": "confidence", "block_size": 5, "context": 4096},
+    "dspark": {"drafter": "tiny-drafter", "schedule": "confidence", "block_size": BLOCK, "context": CONTEXT},
 }
-BLOCK = 5
 
 Json = dict[str, Any]
 
@@ -187,7 +187,7 @@ class Fake:
         self.active += 1
         whole = False
         try:
-            for event in events(script, body.get("speculative", True), body["max_tokens"]):
+            for event in events(script, body.get("speculative", True), body.get("max_tokens", CONTEXT)):
                 data = event.replace("\n", script.line_end).encode()
                 for at in range(0, len(data), script.cut or len(data)):
                     yield data[at : at + (script.cut or len(data))]
