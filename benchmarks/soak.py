@@ -120,9 +120,9 @@ class Soak:
             raise Wrong(f"request id {name} came back as {response.headers['X-Request-Id']}")
         return connection, response, name
 
-    def ask(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def ask(self, body: dict[str, Any] | bytes, path: str = "/v1/chat/completions") -> tuple[int, dict[str, Any]]:
         """A whole answer."""
-        connection, response, _ = self.post(json.dumps(body).encode())
+        connection, response, _ = self.post(body if isinstance(body, bytes) else json.dumps(body).encode(), path)
         try:
             return response.status, json.loads(response.read())
         finally:
@@ -227,13 +227,9 @@ class Soak:
         return self.refused(status) or "gone"
 
     def broken(self, rng: random.Random) -> str:
-        connection, response, _ = self.post(rng.choice(BROKEN), "/v1/completions")
-        try:
-            error = json.loads(response.read())["error"]
-        finally:
-            connection.close()
-        if response.status != 400 or not error["message"]:
-            raise Wrong(f"a broken body got {response.status} {error}")
+        status, answer = self.ask(rng.choice(BROKEN), "/v1/completions")
+        if status != 400 or not answer["error"]["message"]:
+            raise Wrong(f"a broken body got {status} {answer}")
         return "400"
 
     def too_long(self, rng: random.Random) -> str:
@@ -245,13 +241,9 @@ class Soak:
     def nearly_too_long(self, rng: random.Random) -> str:
         ids = [rng.randrange(100, 200) for _ in range(self.context - 8 - rng.randrange(200))]
         body = {"model": self.model, "prompt": ids, "max_tokens": 4, "temperature": 0}
-        connection, response, _ = self.post(json.dumps(body).encode(), "/v1/completions")
-        try:
-            answer = json.loads(response.read())
-        finally:
-            connection.close()
-        if self.refused(response.status):
-            return self.refused(response.status)
+        status, answer = self.ask(body, "/v1/completions")
+        if self.refused(status):
+            return self.refused(status)
         if answer["usage"]["prompt_tokens"] != len(ids):
             raise Wrong(f"{len(ids)} prompt tokens were counted as {answer['usage']}")
         return "right"

@@ -23,7 +23,7 @@ from dspark_jax.decoding.sampling import (
 )
 from dspark_jax.decoding.schedule import cap_to_bucket, pack_rows, verify_lengths
 from dspark_jax.decoding.state import Counters, DecodeState, Program, is_stop, mask_padding
-from dspark_jax.decoding.trace import RoundRecord, Trace, record
+from dspark_jax.decoding.trace import Rounds, Trace, record
 from dspark_jax.decoding.verify import Verdict, accepted_length, next_distribution, verify_greedy
 from dspark_jax.drafters import interface
 from dspark_jax.drafters.interface import Committed, Proposal
@@ -219,7 +219,7 @@ def verify_and_commit(
     new, run, kept = commit(state, proposal, lengths, verdict, program, tokens)
     if isinstance(state.trace, Trace):
         proposed = jnp.broadcast_to(tokens, kept.shape)
-        did = RoundRecord(kept, verdict.accepted, lengths, proposed, whole.tokens, whole.confidence)
+        did = Rounds(kept, verdict.accepted, lengths, proposed, whole.tokens, whole.confidence)
         number = state.counters.rounds
         new = new._replace(trace=record(state.trace, number, state.active, did, logits, run, packing.row))
     draft_cache = proposal.cache

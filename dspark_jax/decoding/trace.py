@@ -35,14 +35,13 @@ class Scores(NamedTuple):
     top_ids: Array
 
 
-class Trace(NamedTuple):
-    """The newest N rounds of R slots.
+class Rounds(NamedTuple):
+    """Rounds of R requests: one of each, `[R]`, `[R, K]`, or the newest N, `[R, N]`, `[R, N, K]`.
 
     Attributes:
-        kept, accepted, verified: int32 `[R, N]`, tokens committed, drafts accepted before stops and limits, and drafts
-            that the target looked at. drafted: int32 `[R, N]`, tokens proposed (0: the round had no draft).
-        drafts: int32 `[R, N, K]`. confidence: float32 `[R, N, K]`.
-        scores: of the S slots of a round, `[R, N, S]` and `[R, N, S, L]`. wants: bool `[R]`, whose scores are computed.
+        kept, accepted, verified: int32, tokens committed, drafts accepted before stops and limits, and drafts that the
+            target looked at. drafted: int32, tokens proposed (0: the round had no draft).
+        drafts: int32, the block of K. confidence: float32, of its slots.
     """
 
     kept: Array
@@ -51,6 +50,13 @@ class Trace(NamedTuple):
     drafted: Array
     drafts: Array
     confidence: Array
+
+
+class Trace(NamedTuple):
+    """The newest N `rounds` of R slots, `scores` of the S rows of each, `[R, N, S]` and `[R, N, S, L]`, and whose are
+    computed, bool `wants [R]`."""
+
+    rounds: Rounds
     scores: Scores
     wants: Array
 
@@ -70,7 +76,7 @@ def init_trace(shape: TraceShape | None, requests: int, slots: int) -> Trace | t
     block = slots - 1
     scores = no_scores((*rounds, slots), shape.top)
     confidence, wants = jnp.zeros((*rounds, block)), jnp.zeros(requests, bool)
-    return Trace(ints(), ints(), ints(), ints(), ints(block), confidence, scores, wants)
+    return Trace(Rounds(ints(), ints(), ints(), ints(), ints(block), confidence), scores, wants)
 
 
 def score(logits: Array, tokens: Array, column: Array, top: int) -> Scores:
@@ -83,27 +89,14 @@ def score(logits: Array, tokens: Array, column: Array, top: int) -> Scores:
     return Scores(chosen, (values - totals[:, None])[column], ids[column].astype(jnp.int32))
 
 
-class RoundRecord(NamedTuple):
-    """One round of R requests, in the fields of `Trace` without N."""
-
-    kept: Array
-    accepted: Array
-    verified: Array
-    drafted: Array
-    drafts: Array
-    confidence: Array
-
-
-def record(
-    trace: Trace, number: Array, active: Array, new: RoundRecord, logits: Array, run: Array, row: Array
-) -> Trace:
+def record(trace: Trace, number: Array, active: Array, new: Rounds, logits: Array, run: Array, row: Array) -> Trace:
     """Writes a round into the place of its `number [R]`.
 
     Args:
         active: bool `[R]`, requests that the round was for. logits: `[V, B]` of its packed rows.
         run: int32 `[R, S']`, tokens of its slots. row: int32 `[R, S']`, their rows.
     """
-    requests, rounds = trace.kept.shape
+    requests, rounds = trace.rounds.kept.shape
     at = (jnp.arange(requests), number % rounds)
 
     def put(old: Array, value: Array) -> Array:
@@ -113,11 +106,10 @@ def record(
 
     def rate(scores: Scores) -> Scores:
         rated = score(logits, run, row, scores.top.shape[-1])
-        return Scores(*(put(old, value) for old, value in zip(scores, rated, strict=True)))
+        return jax.tree.map(put, scores, rated)
 
     scores = once(jnp.any(active & trace.wants), rate, trace.scores)
-    fields = {name: put(getattr(trace, name), value) for name, value in new._asdict().items()}
-    return trace._replace(scores=scores, **fields)
+    return Trace(jax.tree.map(put, trace.rounds, new), scores, trace.wants)
 
 
 # --- the host ---
@@ -181,14 +173,15 @@ def round_traces(
     """
     made, at = [], 0
     for number in range(before, after):
-        place = (slot, number % trace.kept.shape[1])
-        kept, verified, drafted = (int(x[place]) for x in (trace.kept, trace.verified, trace.drafted))
+        place = (slot, number % trace.rounds.kept.shape[1])
+        did = jax.tree.map(lambda x, at=place: x[at], trace.rounds)
+        kept, verified, drafted = int(did.kept), int(did.verified), int(did.drafted)
         mine = tuple(tokens[at : at + kept])
         at += kept
-        drafts = tuple(trace.drafts[place][:drafted].tolist())
-        confidence = tuple(trace.confidence[place][:drafted].tolist()) if confident else ()
+        drafts = tuple(did.drafts[:drafted].tolist())
+        confidence = tuple(did.confidence[:drafted].tolist()) if confident else ()
         scores: Any = ((), ())
         if logprobs is not None:
             scores = _ranked(jax.tree.map(lambda x, at=place: x[at], trace.scores), kept, logprobs)
-        made.append(RoundTrace(mine, drafts, confidence, verified, min(int(trace.accepted[place]), kept), *scores))
+        made.append(RoundTrace(mine, drafts, confidence, verified, min(int(did.accepted), kept), *scores))
     return tuple(made)

@@ -34,11 +34,11 @@ class Corpus:
     """The prompts of a run, read again and again from their file instead of held.
 
     Attributes:
-        settings: of the run. done: answers that are there already. total: prompts, those answered included.
+        settings: of the run. done: ids of the answers that are there already. total: prompts, those answered included.
     """
 
     settings: ServeSettings
-    done: dict[str, bytes]
+    done: frozenset[str]
     total: int
 
     @property
@@ -74,7 +74,7 @@ def open_corpus(settings: ServeSettings) -> Corpus:
     """
     assert settings.prompts is not None and settings.output is not None  # checked by ServeSettings
     there = answered(settings.output)
-    done, total = {}, 0
+    done, total = set[str](), 0
     for record in selected(settings):
         total += 1
         if record.id in there:
@@ -83,8 +83,8 @@ def open_corpus(settings: ServeSettings) -> Corpus:
                     f"output {settings.output}: id {record.id!r} is there for another prompt, not for "
                     f"{record.prompt_text[:40]!r}; choose another --output"
                 )
-            done[record.id] = there[record.id]
+            done.add(record.id)
     if not total:
         chosen = f"line_filter {settings.line_filter!r}" + (f", shard {settings.shard}" if settings.shard else "")
         raise ValueError(f"{settings.prompts}: holds no prompts ({chosen}), must have at least one line")
-    return Corpus(settings, done, total)
+    return Corpus(settings, frozenset(done), total)

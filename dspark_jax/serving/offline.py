@@ -108,21 +108,10 @@ def make_generator(
     Raises:
         ValueError: a throughput curve of another machine or other models.
     """
-    drafter = None if plain else models.drafter
-    budgeted = drafter is not None and settings.schedule in BUDGETED
     sampling = SamplingParams(settings.temperature, settings.top_p, settings.top_k, settings.min_p)
-    return Generator(
-        models.target,
-        drafter,
-        batch_size=settings.slots,
-        schedule=settings.schedule if drafter is not None else "fixed",
-        threshold=settings.threshold,
-        seed=settings.seed,
-        stop_ids=models.stop_ids,
-        stream_rounds=1 if every_round else _STREAM_ROUNDS,
-        curve=throughput_curve(models, settings, (settings.slots,), sampling.mode) if budgeted else None,
-        mesh=models.mesh,
-    )
+    drafter, sizes = None if plain else models.drafter, (settings.slots,)
+    rounds = 1 if every_round else _STREAM_ROUNDS
+    return _generator(models, settings, drafter, sizes, sampling.mode, stream_rounds=rounds)
 
 
 def make_serving_generator(models: Models, settings: ServeSettings) -> Generator:
@@ -131,23 +120,36 @@ def make_serving_generator(models: Models, settings: ServeSettings) -> Generator
     Raises:
         ValueError: a throughput curve of another machine or other models.
     """
-    budgeted = models.drafter is not None and settings.schedule in BUDGETED
-    sizes = slot_sizes(settings.slots, settings.data)
+    return _generator(
+        models,
+        settings,
+        models.drafter,
+        slot_sizes(settings.slots, settings.data),
+        "plain",
+        max_context=settings.server.max_context,
+        trace_rounds=settings.server.rounds,
+        top_logprobs=settings.server.max_logprobs,
+        switchable=True,
+    )
+
+
+def _generator(
+    models: Models, settings: ServeSettings, drafter: Drafter | None, sizes: tuple[int, ...], mode: Mode, **options: Any
+) -> Generator:
+    """What all engines have in common. `sizes`: numbers of slots. `mode`: sampling program of the throughput curve."""
+    budgeted = drafter is not None and settings.schedule in BUDGETED
     return Generator(
         models.target,
-        models.drafter,
+        drafter,
         batch_size=settings.slots,
-        schedule=settings.schedule if models.drafter is not None else "fixed",
+        schedule=settings.schedule if drafter is not None else "fixed",
         threshold=settings.threshold,
         seed=settings.seed,
         stop_ids=models.stop_ids,
         slot_sizes=sizes,
-        max_context=settings.server.max_context,
-        curve=throughput_curve(models, settings, sizes, "plain") if budgeted else None,
+        curve=throughput_curve(models, settings, sizes, mode) if budgeted else None,
         mesh=models.mesh,
-        trace_rounds=settings.server.rounds,
-        top_logprobs=settings.server.max_logprobs,
-        switchable=True,
+        **options,
     )
 
 
@@ -344,8 +346,10 @@ def generate_file(
     def jobs() -> Iterator[Job]:
         return (make_job(record, models.target.tokenizer, settings) for record in corpus.todo())
 
-    plan = make_plan(make_generator(models, settings), jobs())
-    generator = make_generator(models, settings, every_round=plan.stops)
+    generator = make_generator(models, settings)
+    plan = make_plan(generator, jobs())
+    if plan.stops:
+        generator.stream_rounds = 1  # a stop string ends an answer in its round
     comparison, ordered, ledger = None, settings.order == "input", report.Ledger()
     with RecordWriter(settings.output) as writer, Progress(corpus.left) as progress:
 

@@ -24,7 +24,7 @@ class HttpSettings:
         api_key: key that clients must send as `Authorization: Bearer KEY`; can be given several times. Better in the
             environment variable DSPARK_API_KEY (several separated by commas), which other users of the machine cannot
             see. Without any key everybody may ask.
-        max_context: tokens of prompt and answer together at most; 0: what the target allows. Caches and warm-up follow.
+        max_context: tokens of prompt and answer together at most; 0: what the target allows.
         max_logprobs: most likely tokens that a request may ask for at each position, 0 to 20.
         max_waiting: requests that may wait for a slot; the next ones are refused with status 429.
         max_body: bytes of a request's body at most.
