@@ -17,7 +17,7 @@ import tyro
 from common import Case, machine, measure, of_turns, planned_memory, report, table
 
 from dspark_jax.training.forward import BlockStates
-from dspark_jax.training.losses import all_slot_terms, slot_terms
+from dspark_jax.training.losses import SlotWeights, all_slot_terms, slot_terms
 
 Array = jax.Array
 
@@ -64,7 +64,7 @@ def chunked(
 ) -> Array:
     """The same by the training step's loss."""
     slots = labels.shape[0]
-    weights = jnp.full(slots, 0.1 / slots), jnp.full(slots, 0.9 / slots)
+    weights = SlotWeights(jnp.full(slots, 0.1 / slots), jnp.full(slots, 0.9 / slots))
     states = BlockStates(hidden, vectors)
     return all_slot_terms({"markov": {"w2": w2}}, head, states, final, None, labels, weights, sequences)[0]
 

@@ -3,13 +3,17 @@
 Every term is a weighted sum over supervised slots divided once by the sum of the weights of the whole batch, so that it
 does not matter how the batch is split over devices or passes. With a reduced draft
 vocabulary p_d is zero outside it: TV counts the target's mass there, and CE leaves out labels that cannot be drafted.
+Two terms more aim at the acceptance alpha = sum_v min(p_t, p_d) itself ("LK losses", Samarin et al. 2026, arXiv
+2602.23881): -log alpha, and lambda KL(p_t || p_d) + (1 - lambda) (1 - alpha), lambda = exp(-eta alpha) of each slot being
+a constant to the gradient. With a reduced vocabulary KL compares what lies inside it, p_t rescaled.
 Vocabulary-sized tensors exist for a chunk of slots at a time: the weights are known beforehand, so the gradient of a
 chunk is taken along with its value, and nothing of that size is kept or made again.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +33,7 @@ Params = dict[str, Any]
 Metrics = dict[str, tuple[Array, Array]]
 Counts = dict[str, Array]  # denominators of the loss terms
 _EPS = 1e-6
+_LATER = ("lk", "lk_hybrid", "lk_eta")  # fields of LossConfig that earlier checkpoints do not have
 
 
 @dataclass(frozen=True)
@@ -39,19 +44,32 @@ class LossConfig:
         ce, tv, confidence: weight of each term; 0 removes the term, its metric and its cost. (Accept rates are always
             measured; they need the forward half of the TV term, but no gradient.)
         decay: g of the position weights exp(-k / g), in slots; 0 or less gives every slot the same weight.
+        lk: weight of the negative log acceptance, -log alpha. lk_hybrid: weight of the blend of KL and 1 - alpha. 0
+            removes them in the same way.
+        lk_eta: eta of the blend's lambda; 0 is KL alone, and the larger the sooner it is 1 - alpha.
     """
 
     ce: float = 0.1
     tv: float = 0.9
     confidence: float = 1.0
     decay: float = 4.0
+    lk: float = 0.0
+    lk_hybrid: float = 0.0
+    lk_eta: float = 3.0
 
     def __post_init__(self) -> None:
-        for name in ("ce", "tv", "confidence"):
-            if not getattr(self, name) >= 0:
+        for name in ("ce", "tv", "confidence", "lk", "lk_hybrid"):
+            if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"loss.{name} {getattr(self, name)}: a weight must be 0 or positive")
-        if self.ce == self.tv == 0:
-            raise ValueError("loss.ce and loss.tv are both 0: the drafter would learn nothing")
+        if self.ce == self.tv == self.lk == self.lk_hybrid == 0:
+            raise ValueError("loss.ce, loss.tv, loss.lk and loss.lk_hybrid are all 0: the drafter would learn nothing")
+        if not 0 <= self.lk_eta < float("inf"):
+            raise ValueError(f"loss.lk_eta {self.lk_eta}: must be 0 or positive")
+
+    def __repr__(self) -> str:
+        """The first four fields, and of the others those that are set: checkpoints know a loss by this text."""
+        names = [f.name for f in fields(self) if f.name not in _LATER or getattr(self, f.name) != f.default]
+        return f"LossConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
 class Batch(NamedTuple):
@@ -73,11 +91,23 @@ class Batch(NamedTuple):
 
 
 class SlotTerms(NamedTuple):
-    """Per-slot values `[S]`: cross entropy to the label, ||p_d - p_t||_1, and whether the label can be drafted."""
+    """Per-slot values `[S]`: cross entropy to the label, ||p_d - p_t||_1, whether the label can be drafted, the
+    negative log acceptance and the blend of KL and TV (None where they were not asked for)."""
 
     ce: Array
     l1: Array
     in_vocab: Array
+    lk: Array | None = None
+    lk_hybrid: Array | None = None
+
+
+class SlotWeights(NamedTuple):
+    """Weights `[S]` of the terms in the loss; None leaves a term out of the sum, and its gradient undone."""
+
+    ce: Array | None
+    l1: Array | None
+    lk: Array | None = None
+    lk_hybrid: Array | None = None
 
 
 def draft_ids(frozen: Params) -> Array | None:
@@ -134,6 +164,8 @@ def slot_terms(
     normalizer: Array | None,
     labels: Array,
     cap: float = 0.0,
+    lk: bool = False,
+    lk_eta: float | None = None,
 ) -> SlotTerms:
     """Loss terms of S slots.
 
@@ -143,6 +175,7 @@ def slot_terms(
         normalizer: log-sum-exp of the target's whole logits `[S]`; None where the draft vocabulary is the whole one.
         labels: int32 `[S]`, draft ids; negative where the label is not in the draft vocabulary.
         cap: soft cap on the target's logits and on the draft's base logits; 0 for none.
+        lk: whether to give the negative log acceptance. lk_eta: eta of the blend; None: no blend.
     """
     logits = softcap(constrain(linear(head, hidden), "vocab", "batch"), cap)  # [Vd, S]
     if vectors.shape[0]:
@@ -154,7 +187,32 @@ def slot_terms(
     outside = jnp.maximum(1.0 - jnp.sum(target, axis=0), 0.0) if normalizer is not None else 0.0
     l1 = jnp.sum(jnp.abs(jnp.exp(log_draft) - target), axis=0) + outside
     picked = pick_rows(log_draft, jnp.maximum(labels, 0))
-    return SlotTerms(-picked, l1, (labels >= 0).astype(jnp.float32))
+    terms = SlotTerms(-picked, l1, (labels >= 0).astype(jnp.float32))
+    if not lk and lk_eta is None:
+        return terms
+    log_alpha = log_acceptance(log_draft, target_logits, normalizer)
+    hybrid = None if lk_eta is None else lk_blend(log_draft, target_logits, log_alpha, lk_eta)
+    return terms._replace(lk=-log_alpha if lk else None, lk_hybrid=hybrid)
+
+
+def log_acceptance(log_draft: Array, target_logits: Array, normalizer: Array | None) -> Array:
+    """log sum_v min(p_t, p_d), float32 `[S]`; from logarithms, so that it is exact however small.
+
+    Args:
+        log_draft: log p_d, `[Vd, S]`. target_logits: `[Vd, S]`. normalizer: as `slot_terms` takes it.
+    """
+    if normalizer is None:
+        normalizer = jax.nn.logsumexp(target_logits, axis=0)
+    return jax.nn.logsumexp(jnp.minimum(log_draft, target_logits - normalizer), axis=0)
+
+
+def lk_blend(log_draft: Array, target_logits: Array, log_alpha: Array, eta: float) -> Array:
+    """lambda KL(p_t || p_d) + (1 - lambda) (1 - alpha), float32 `[S]`, with lambda = exp(-eta alpha) of each slot."""
+    log_target = jax.nn.log_softmax(target_logits, axis=0)
+    kl = jnp.sum(jnp.exp(log_target) * (log_target - log_draft), axis=0)
+    alpha = jnp.exp(log_alpha)
+    share = jax.lax.stop_gradient(jnp.exp(-eta * alpha))
+    return share * kl + (1 - share) * (1 - alpha)
 
 
 def all_slot_terms(
@@ -164,17 +222,17 @@ def all_slot_terms(
     final: Array,
     normalizer: Array | None,
     labels: Array,
-    weights: tuple[Array | None, Array | None],
+    weights: SlotWeights,
     sequences: int,
     cap: float = 0.0,
+    lk_eta: float = 0.0,
 ) -> tuple[Array, SlotTerms]:
     """`slot_terms` of all S slots, a chunk at a time, and their weighted sum.
 
     Args:
         params, head, final, normalizer, labels, cap: as `slot_terms` takes them.
-        states: hidden `[D, S]`, vectors `[r, S]`.
-        weights: of CE and of the l1 distance, `[S]` each; None leaves the term out of the sum, and its gradient undone.
-        sequences: N that the slots belong to, sequence-major.
+        states: hidden `[D, S]`, vectors `[r, S]`. weights: of the terms.
+        sequences: N that the slots belong to, sequence-major. lk_eta: eta of the blend, where that has weights.
 
     Returns:
         The sum, float32 `[]`, whose gradient reaches `states` and `markov.w2` only; the terms carry none.
@@ -188,29 +246,29 @@ def all_slot_terms(
         return constrain(x, *(None,) * (x.ndim - 1), "batch")
 
     final = constrain(split_rows(final, sequences, axis=0), None, "batch", None)  # [C, chunk, D]
-    fixed = (final, chunked(normalizer), chunked(labels, -1), tuple(chunked(w) for w in weights))
+    fixed = (final, chunked(normalizer), chunked(labels, -1), SlotWeights(*(chunked(w) for w in weights)))
     w2 = gathered({"w2": params["markov"]["w2"]})["w2"] if states.vectors.shape[0] else None
-    total, terms = _chunk_sums(w2, chunked(states.hidden), chunked(states.vectors), head, fixed, cap)
-    return total, SlotTerms(*(jax.lax.stop_gradient(join_rows(x, sequences, rows)) for x in terms))
+    total, terms = _chunk_sums(w2, chunked(states.hidden), chunked(states.vectors), head, fixed, cap, lk_eta)
+    return total, jax.tree.map(lambda x: jax.lax.stop_gradient(join_rows(x, sequences, rows)), terms)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _chunk_sums(
-    w2: Array | None, hidden: Array, vectors: Array, head: Array, fixed: tuple, cap: float
+    w2: Array | None, hidden: Array, vectors: Array, head: Array, fixed: tuple, cap: float, lk_eta: float
 ) -> tuple[Array, SlotTerms]:
     """Weighted sum over C chunks `[C, ..., chunk]`, and their terms `[C, chunk]`."""
-    sums, terms = jax.lax.map(lambda x: _chunk_sum(w2, x[0], x[1], head, x[2], cap), (hidden, vectors, fixed))
+    sums, terms = jax.lax.map(lambda x: _chunk_sum(w2, x[0], x[1], head, x[2], cap, lk_eta), (hidden, vectors, fixed))
     return jnp.sum(sums), terms
 
 
 def _chunk_sums_forward(
-    w2: Array | None, hidden: Array, vectors: Array, head: Array, fixed: tuple, cap: float
+    w2: Array | None, hidden: Array, vectors: Array, head: Array, fixed: tuple, cap: float, lk_eta: float
 ) -> tuple:
     """`_chunk_sums`, and as residuals its gradients."""
     grad = jax.value_and_grad(_chunk_sum, argnums=(0, 1, 2), has_aux=True)
 
     def body(dw2: Array | None, chunk: tuple) -> tuple:
-        (value, terms), (step, *grads) = grad(w2, chunk[0], chunk[1], head, chunk[2], cap)
+        (value, terms), (step, *grads) = grad(w2, chunk[0], chunk[1], head, chunk[2], cap, lk_eta)
         added = jax.tree.map(lambda x, y: x + stored({"w2": y})["w2"].astype(jnp.float32), dw2, step)
         return added, (value, terms, grads)
 
@@ -221,7 +279,7 @@ def _chunk_sums_forward(
     return (jnp.sum(sums), terms), (dw2, *grads)
 
 
-def _chunk_sums_backward(cap: float, grads: tuple, cotangent: tuple[Array, SlotTerms]) -> tuple:
+def _chunk_sums_backward(cap: float, lk_eta: float, grads: tuple, cotangent: tuple[Array, SlotTerms]) -> tuple:
     return (*jax.tree.map(lambda x: (x * cotangent[0]).astype(x.dtype), grads), None, None)
 
 
@@ -229,12 +287,13 @@ _chunk_sums.defvjp(_chunk_sums_forward, _chunk_sums_backward)
 
 
 def _chunk_sum(
-    w2: Array | None, hidden: Array, vectors: Array, head: Array, fixed: tuple, cap: float
+    w2: Array | None, hidden: Array, vectors: Array, head: Array, fixed: tuple, cap: float, lk_eta: float
 ) -> tuple[Array, SlotTerms]:
     """Weighted sum of one chunk, and its terms."""
     final, normalizer, labels, weights = fixed
-    terms = slot_terms({"markov": {"w2": w2}}, head, hidden, vectors, final, normalizer, labels, cap)
-    pairs = zip(weights, (terms.ce, terms.l1), strict=True)
+    wanted = weights.lk is not None, None if weights.lk_hybrid is None else lk_eta
+    terms = slot_terms({"markov": {"w2": w2}}, head, hidden, vectors, final, normalizer, labels, cap, *wanted)
+    pairs = ((getattr(weights, name), getattr(terms, name)) for name in SlotWeights._fields)
     return sum((jnp.sum(w * x) for w, x in pairs if w is not None), jnp.zeros(())), terms
 
 
@@ -302,20 +361,21 @@ def block_loss(
     total, terms = _slot_terms_of_batch(
         params, frozen, states, batch, targets, loss, weights, counts, config.final_softcap
     )
-    ce, l1, in_vocab = (x.reshape(shape) for x in terms)
+    ce, l1, in_vocab, *lk_terms = jax.tree.map(lambda x: x.reshape(shape), terms)
     accept = jnp.clip(1 - 0.5 * l1, 0.0, 1.0)
     sums = {
         "ce_loss": (jnp.sum(ce * weights * in_vocab), jnp.sum(weights * in_vocab)),
         "l1_loss": (jnp.sum(l1 * weights), jnp.sum(weights)),
     }
+    sums |= lk_metrics(lk_terms, weights)
     confidence = None
     if config.confidence and loss.confidence > 0:
         confidence = confidence_logits(params, config, states.hidden, targets.prev_ids.reshape(-1)).reshape(shape)
         bce = jnp.maximum(confidence, 0) - confidence * accept + jnp.log1p(jnp.exp(-jnp.abs(confidence)))
         sums["confidence_loss"] = (jnp.sum(bce * weights), jnp.sum(weights))
         total = total + loss.confidence * mean(sums["confidence_loss"][0], counts["weights"])
-    scales = {"ce_loss": loss.ce, "l1_loss": loss.tv, "confidence_loss": loss.confidence}
-    sums = {name: pair for name, pair in sums.items() if scales[name] > 0}
+    scales = {"ce_loss": loss.ce, "l1_loss": loss.tv}
+    sums = {name: pair for name, pair in sums.items() if scales.get(name, 1) > 0}
     metrics = sums | slot_metrics(accept, targets, weights, confidence) | anchor_metrics(batch.loss_mask, targets, keep)
     return total, jax.tree.map(jax.lax.stop_gradient, metrics)
 
@@ -352,7 +412,7 @@ def _slot_terms_of_batch(
     counts: Counts,
     cap: float,
 ) -> tuple[Array, SlotTerms]:
-    """Gathers the aligned target states and labels of all slots; the loss of CE and TV, and the terms `[N * A * K]`.
+    """Gathers the aligned target states and labels of all slots; the loss without confidence, and the terms `[N * A * K]`.
 
     `weights`: float32 `[N, A, K]`, of the positions. `counts`: their sums. `cap`: soft cap on logits, 0 for none.
     """
@@ -363,14 +423,33 @@ def _slot_terms_of_batch(
     if lookup is not None:
         normalizer = jnp.take_along_axis(batch_normalizer(frozen, batch, cap), source, axis=1).reshape(-1)
         labels = jnp.take(lookup, labels)
-    weights = weights.reshape(-1)
-    in_vocab = weights * (labels >= 0)
-    scaled = (
-        loss.ce * mean(in_vocab, counts["in_vocab"]) if loss.ce > 0 else None,
-        loss.tv * mean(weights, counts["weights"]) if loss.tv > 0 else None,
-    )
+    scaled = slot_weights(loss, weights.reshape(-1), labels, counts)
     rows = final.reshape(-1, final.shape[-1])
-    return all_slot_terms(params, draft_head(frozen), states, rows, normalizer, labels, scaled, sequences, cap)
+    return all_slot_terms(
+        params, draft_head(frozen), states, rows, normalizer, labels, scaled, sequences, cap, loss.lk_eta
+    )
+
+
+def slot_weights(loss: LossConfig, weights: Array, labels: Array, counts: Counts) -> SlotWeights:
+    """What each slot's terms count in the loss: `weights [S]` by the sums of the whole batch (`counts`).
+
+    Args:
+        labels: int32 `[S]`, draft ids; CE leaves out negative ones.
+    """
+    each = mean(weights, counts["weights"])
+    return SlotWeights(
+        ce=loss.ce * mean(weights * (labels >= 0), counts["in_vocab"]) if loss.ce > 0 else None,
+        l1=loss.tv * each if loss.tv > 0 else None,
+        lk=loss.lk * each if loss.lk > 0 else None,
+        lk_hybrid=loss.lk_hybrid * each if loss.lk_hybrid > 0 else None,
+    )
+
+
+def lk_metrics(terms: Sequence[Array | None], weights: Array) -> Metrics:
+    """The weighted means of the terms `lk` and `lk_hybrid`, as (sum, count), of those that there are."""
+    total = jnp.sum(weights)
+    pairs = zip(("lk_loss", "lk_hybrid_loss"), terms, strict=True)
+    return {name: (jnp.sum(term * weights), total) for name, term in pairs if term is not None}
 
 
 def slot_metrics(accept: Array, targets: BlockTargets, weights: Array, confidence: Array | None) -> Metrics:

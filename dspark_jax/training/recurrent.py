@@ -6,8 +6,8 @@ steps by their own position alone, so a query sees what it would see in decoding
 
 Eagle3's loss is the soft cross entropy -sum_v p_t log p_d, summed over supervised positions and divided by all N * T
 positions, step s weighted by exp(-s / decay) (decay 4.48 is the reference's 0.8^s). MTP has one step and the terms of
-`LossConfig`: CE to the data token and TV, over supervised positions. In packed rows nothing reaches from one document
-into another. Letters: N sequences, T tokens, D hidden.
+`LossConfig` but confidence, over supervised positions, CE to the data token. In packed rows nothing reaches from one
+document into another. Letters: N sequences, T tokens, D hidden.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from dspark_jax.training.losses import (
     cast,
     draft_head,
     draft_ids,
-    mean,
+    lk_metrics,
+    slot_weights,
     vocabulary_lookup,
 )
 
@@ -60,12 +61,14 @@ def check_loss(config: Eagle3Config | MTPConfig, loss: LossConfig) -> None:
     """Refuses weights of terms that a kind does not have.
 
     Raises:
-        ValueError: Eagle3 with a TV term, or a confidence term (neither kind has a confidence head).
+        ValueError: Eagle3 with a TV or an LK term, or a confidence term (neither kind has a confidence head).
     """
     if loss.confidence > 0:
         raise ValueError(f"loss.confidence {loss.confidence}: this drafter has no confidence head, must be 0")
-    if isinstance(config, Eagle3Config) and loss.tv > 0:
-        raise ValueError(f"loss.tv {loss.tv}: Eagle3 trains on the soft cross entropy alone, must be 0")
+    for name in ("tv", "lk", "lk_hybrid"):
+        if isinstance(config, Eagle3Config) and getattr(loss, name) > 0:
+            value = getattr(loss, name)
+            raise ValueError(f"loss.{name} {value}: Eagle3 trains on the soft cross entropy alone, must be 0")
 
 
 def shift(x: Array, by: int) -> Array:
@@ -335,19 +338,17 @@ def mtp_loss(
     if lookup is not None:
         normalizer = shift(batch_normalizer(frozen, batch, config.final_softcap), 1).reshape(-1)
         labels = jnp.take(lookup, labels)
-    in_vocab = weights * (labels >= 0)
-    scaled = (
-        loss.ce * mean(in_vocab, counts["in_vocab"]) if loss.ce > 0 else None,
-        loss.tv * mean(weights, counts["weights"]) if loss.tv > 0 else None,
-    )
+    scaled = slot_weights(loss, weights, labels, counts)
     states = BlockStates(mtp.MODEL.read(params, config, state), jnp.zeros((0, sequences * length)))
     head, cap = draft_head(frozen), config.final_softcap
-    total, terms = all_slot_terms(params, head, states, final, normalizer, labels, scaled, sequences, cap)
+    total, terms = all_slot_terms(params, head, states, final, normalizer, labels, scaled, sequences, cap, loss.lk_eta)
     accept = jnp.clip(1 - 0.5 * terms.l1, 0.0, 1.0)
     metrics: Metrics = {"accept_rate@0": (jnp.sum(accept * weights), jnp.sum(weights))}
     metrics["tau_probabilistic"] = (jnp.sum((1 + accept) * weights), jnp.sum(weights))
     if loss.ce > 0:
+        in_vocab = weights * terms.in_vocab
         metrics["ce_loss"] = (jnp.sum(terms.ce * in_vocab), jnp.sum(in_vocab))
     if loss.tv > 0:
         metrics["l1_loss"] = (jnp.sum(terms.l1 * weights), jnp.sum(weights))
+    metrics |= lk_metrics((terms.lk, terms.lk_hybrid), weights)
     return total, jax.tree.map(jax.lax.stop_gradient, metrics)

@@ -21,6 +21,7 @@ from dspark_jax.training.forward import BlockStates, block_forward
 from dspark_jax.training.losses import (
     Batch,
     LossConfig,
+    SlotWeights,
     all_slot_terms,
     block_loss,
     position_weights,
@@ -197,16 +198,17 @@ def test_chunks_change_neither_terms_nor_gradients(rank: int, slots: int, sequen
     )
     labels = jnp.asarray(rng.integers(-1, 20, slots), jnp.int32)
     normalizer = jax.nn.logsumexp(linear(head, final.T), axis=0) + 0.3
-    weights = tuple(jnp.asarray(rng.random((2, slots)), jnp.float32))
+    weights = SlotWeights(*jnp.asarray(rng.random((4, slots)), jnp.float32))
 
     def chunked(hidden: jax.Array, vectors: jax.Array, w2: jax.Array) -> Any:
         params, states = {"markov": {"w2": w2}}, BlockStates(hidden, vectors)
-        total, terms = all_slot_terms(params, head, states, final, normalizer, labels, weights, sequences)
+        total, terms = all_slot_terms(params, head, states, final, normalizer, labels, weights, sequences, 0.0, 2.0)
         return total**2, terms  # a cotangent other than 1
 
     def whole(hidden: jax.Array, vectors: jax.Array, w2: jax.Array) -> Any:
-        terms = slot_terms({"markov": {"w2": w2}}, head, hidden, vectors, final, normalizer, labels)
-        return jnp.sum(terms.ce * weights[0] + terms.l1 * weights[1]) ** 2, terms
+        terms = slot_terms({"markov": {"w2": w2}}, head, hidden, vectors, final, normalizer, labels, 0.0, True, 2.0)
+        parts = (getattr(weights, name) * getattr(terms, name) for name in SlotWeights._fields)
+        return jnp.sum(sum(parts)) ** 2, terms
 
     results = []
     for function in (chunked, whole):
@@ -265,6 +267,9 @@ def test_no_decay_weighs_all_slots_alike(decay: float) -> None:
         ({"ce": -0.1}, "loss.ce -0.1"),
         ({"tv": float("nan")}, "loss.tv nan"),
         ({"ce": 0, "tv": 0}, "would learn nothing"),
+        ({"lk": -1.0}, "loss.lk -1.0"),
+        ({"lk_hybrid": float("inf")}, "loss.lk_hybrid inf"),
+        ({"lk_eta": -1.0}, "loss.lk_eta -1.0"),
     ],
 )
 def test_useless_weights_are_refused(fields: dict[str, float], message: str) -> None:
