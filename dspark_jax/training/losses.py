@@ -4,8 +4,8 @@ Every term is a weighted sum over supervised slots divided once by the sum of th
 does not matter how the batch is split over devices or passes. With a reduced draft
 vocabulary p_d is zero outside it: TV counts the target's mass there, and CE leaves out labels that cannot be drafted.
 Two terms more aim at the acceptance alpha = sum_v min(p_t, p_d) itself ("LK losses", Samarin et al. 2026, arXiv
-2602.23881): -log alpha, and lambda KL(p_t || p_d) + (1 - lambda) (1 - alpha), lambda = exp(-eta alpha) of each slot being
-a constant to the gradient. With a reduced vocabulary KL compares what lies inside it, p_t rescaled.
+2602.23881): -log alpha, and lambda KL(p_t || p_d) + (1 - lambda) (1 - alpha), where lambda = exp(-eta alpha) of each
+slot is held constant. With a reduced vocabulary KL compares what lies inside it, p_t rescaled.
 Vocabulary-sized tensors exist for a chunk of slots at a time: the weights are known beforehand, so the gradient of a
 chunk is taken along with its value, and nothing of that size is kept or made again.
 """
@@ -412,7 +412,7 @@ def _slot_terms_of_batch(
     counts: Counts,
     cap: float,
 ) -> tuple[Array, SlotTerms]:
-    """Gathers the aligned target states and labels of all slots; the loss without confidence, and the terms `[N * A * K]`.
+    """Gathers target states and labels of all slots; the loss but for confidence, and the terms `[N * A * K]`.
 
     `weights`: float32 `[N, A, K]`, of the positions. `counts`: their sums. `cap`: soft cap on logits, 0 for none.
     """
