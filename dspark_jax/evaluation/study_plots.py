@@ -1,0 +1,70 @@
+"""Pictures of studies: figures along an axis with their intervals, a panel for each domain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dspark_jax.evaluation.scores import Column, Estimate, Scores
+
+Curves = Mapping[str, Sequence[tuple[float, Estimate]]]  # series to its points: x, and the figure there
+_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
+
+
+def panels(scores: Scores) -> tuple[Column, ...]:
+    """The domains that a picture shows: all of them, or their mean alone where there is one only."""
+    return scores.domains if len(scores.domains) > 2 else scores.domains[-1:]
+
+
+def draw(
+    path: Path,
+    curves: Mapping[str, Curves],
+    title: str,
+    axis: str,
+    figure: str,
+    *,
+    places: Sequence[tuple[float, str]] = (),
+    share: bool = False,
+    logarithmic: bool = False,
+) -> Path:
+    """Writes a PNG with a panel for each of `curves`, and returns its path.
+
+    Args:
+        axis, figure: labels of x and y. places: marks on the axis, with their text; none: as it comes.
+        share: whether figures are shares, from 0 to 1.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    whole = Figure(figsize=(3.0 * len(curves) + 1.2, 3.6), layout="constrained")
+    FigureCanvasAgg(whole)
+    axes = whole.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    for panel, (name, lines) in zip(axes, curves.items(), strict=True):
+        _panel(panel, lines)
+        panel.set_title(name, fontsize=10)
+        panel.set_xlabel(axis, fontsize=8)
+        if logarithmic:
+            panel.set_xscale("log", base=2)
+        if places:
+            panel.set_xticks([x for x, _ in places], [text for _, text in places], fontsize=8)
+            panel.minorticks_off()
+    axes[0].set_ylabel(figure, fontsize=9)
+    if share:
+        axes[0].set_ylim(0, 1)
+    if any(len(lines) > 1 for lines in curves.values()):
+        axes[-1].legend(fontsize=8)
+    whole.suptitle(title, fontsize=10)
+    whole.savefig(path, dpi=120)
+    return path
+
+
+def _panel(panel: Any, lines: Curves) -> None:
+    panel.grid(alpha=0.3)
+    for i, (series, points) in enumerate(lines.items()):
+        shown = [(x, e) for x, e in sorted(points, key=lambda point: point[0]) if e.value is not None]
+        colour = _COLOURS[i % len(_COLOURS)]
+        x, y = [x for x, _ in shown], [e.value for _, e in shown]
+        panel.plot(x, y, marker="o", markersize=4, color=colour, label=series)
+        low, high = ([e.value if e[bound] is None else e[bound] for _, e in shown] for bound in (1, 2))
+        panel.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
