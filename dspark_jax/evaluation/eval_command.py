@@ -283,8 +283,8 @@ def _about(settings: EvalSettings, models: _Models, benchmarks: Sequence[Benchma
         if system.schedule == "threshold":
             systems[system.name]["threshold"] = system.threshold
     target = {"fingerprint": cache_key.fingerprint(models.target.config, models.target.params), "dtype": models.dtype}
-    about = {"protocol": asdict(settings.protocol()), "target": target, "systems": systems}
-    about |= {"prompts": prompt_digests(benchmarks)}
+    about: dict[str, Any] = {"protocol": asdict(settings.protocol()), "target": target, "systems": systems}
+    about["prompts"] = prompt_digests(benchmarks)
     if settings.method == "decode":  # what wall-clocks are of
         about["device"] = _device() | {"data": settings.data, "tensor": settings.tensor}
     return about
@@ -343,7 +343,7 @@ def evaluate(settings: EvalSettings) -> dict[str, Any]:
     outcomes = answer_all(settings, models, benchmarks)
     names = [system.name for system in models.systems]
     scores = score(outcomes.values(), benchmarks, names, baseline=PLAIN, seed=settings.seed)
-    made = {"settings": settings_as_json(settings) | {"dtype": models.dtype}, "versions": _versions()}
+    made: dict[str, Any] = {"settings": settings_as_json(settings) | {"dtype": models.dtype}, "versions": _versions()}
     made |= {"device": _device(), "target": str(models.target.path)}
     made["drafters"] = {one.name: str(one.drafter.path) for one in models.systems if one.drafter is not None}
     write_report(settings.output, scores, made, _how(settings, made, benchmarks))

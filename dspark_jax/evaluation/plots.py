@@ -45,9 +45,10 @@ def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Sequenc
 
 
 def _errors(estimates: Sequence[Estimate]) -> np.ndarray:
-    """Lengths of error bars, `[2, n]`; 0 where there is no interval."""
-    rows = [(e.value - e.low, e.high - e.value) if None not in e else (0, 0) for e in estimates]  # type: ignore[operator]
-    return np.maximum(np.array(rows, float).reshape(-1, 2).T, 0)
+    """Lengths of error bars, `[2, n]`; NaN, which draws nothing, where there is no interval or it is a point."""
+    value, low, high = np.array([[np.nan if x is None else x for x in entry] for entry in estimates]).T
+    drawn = np.where(high > low, 1.0, np.nan)
+    return np.maximum([value - low, high - value], 0) * drawn
 
 
 def _accepted(path: Path, scores: Scores) -> None:
@@ -76,6 +77,7 @@ def _accepted(path: Path, scores: Scores) -> None:
 def _positions(path: Path, scores: Scores) -> None:
     """Acceptance by position given the prefix: a panel for each domain, a curve with its interval for each system."""
     domains = scores.domains if len(scores.domains) > 2 else scores.domains[-1:]
+    longest = max(len(row[column].positions) for row in scores.by_domain.values() for column in row)
     figure, axes = _figure(3.0 * len(domains) + 0.8, 3.6, len(domains))
     for axis, column in zip(axes, domains, strict=True):
         for system in scores.systems:
@@ -89,7 +91,8 @@ def _positions(path: Path, scores: Scores) -> None:
             axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
         axis.set_title(column.title, fontsize=10)
         axis.set_xlabel("position in the block")
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.set_xlim(0.7, longest + 0.3)
+        axis.set_xticks(range(1, longest + 1))
     axes[0].set_ylabel("accepted, given all before it")
     axes[0].set_ylim(0, 1)
     axes[-1].legend(fontsize=8)

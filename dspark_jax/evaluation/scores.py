@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,8 +100,8 @@ class Scores:
 
         return {
             "systems": list(self.systems),
-            "benchmarks": [asdict(column) for column in self.benchmarks],
-            "domains": [asdict(column) for column in self.domains],
+            "benchmarks": [plain(vars(column)) for column in self.benchmarks],
+            "domains": [plain(vars(column)) for column in self.domains],
             "by_benchmark": scores(self.by_benchmark),
             "by_domain": scores(self.by_domain),
             "differences": [

@@ -36,10 +36,10 @@ def with_interval(estimate: Estimate, digits: int = 2, factor: float = 1.0, sign
     form = f"{'+' if sign else ''}.{digits}f"
     if estimate.value is None:
         return _NOTHING
-    text = f"{factor * estimate.value:{form}}"
     if estimate.low is None or estimate.high is None:
-        return text
-    return f"{text} [{factor * estimate.low:{form}}, {factor * estimate.high:{form}}]"
+        return f"{factor * estimate.value:{form}}"
+    text, low, high = (f"{factor * x:{form}}" for x in (estimate.value, estimate.low, estimate.high))
+    return text if low == high else f"{text} [{low}, {high}]"
 
 
 def best_in_bold(columns: Sequence[Sequence[str]]) -> list[list[str]]:
