@@ -190,8 +190,8 @@ def _how(settings: AblateSettings, base: TrainSettings, bench: Any) -> list[str]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command `dspark ablate`: exit code 0, or 1 (a loss that is not finite), 2 (bad input, or a disk that cannot be
-    written to; one line on stderr), 130 (stopped)."""
+    """The command `dspark ablate`: exit code 0, or 1 (a loss that is not finite), 2 (bad input, one line on stderr), 130
+    (stopped)."""
     settings = tyro.cli(AblateSettings, args=argv, prog=_PROGRAM, config=(tyro.conf.FlagCreatePairsOff,))
     return exit_code(_PROGRAM, lambda: _run(settings), stopped=_STOPPED)
 

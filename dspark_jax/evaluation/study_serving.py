@@ -118,7 +118,7 @@ def calibration(study: Study, bench: Workbench, folder: Path) -> Report:
     unfitted = [str(k) for k, there in enumerate(fit.fitted, start=1) if not there]
     report.sections += [
         f"Temperature {bench.top.temperature:g}; fitted on {len(records.split(held_out=False).accepted)} rounds, "
-        f"judged on {split.rounds}. Temperatures { '.join(f'{t:.3f}' for t in fit.temperatures)}."
+        f"judged on {split.rounds}. Temperatures {', '.join(f'{t:.3f}' for t in fit.temperatures)}."
         + (f" Too few rounds reach position {', '.join(unfitted)}: scaled as the one before." if unfitted else ""),
         markdown_table(rows, words=2),
         "By position (before > STS > STS with biases):",
