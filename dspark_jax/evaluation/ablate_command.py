@@ -18,7 +18,8 @@ import tyro
 from dspark_jax.config import exit_code, log_to_stderr, settings_as_json, write_json
 from dspark_jax.data.prompts import sampling_fields
 from dspark_jax.evaluation.answering import Method, Protocol
-from dspark_jax.evaluation.benchmarks import Benchmark, read_benchmarks
+from dspark_jax.evaluation.benchmarks import Benchmark
+from dspark_jax.evaluation.eval_command import EvalSettings, read_prompts
 from dspark_jax.evaluation.studies import Study, chosen
 from dspark_jax.training.settings import TrainSettings
 
@@ -44,6 +45,8 @@ class AblateSettings:
             hf:NAME[@CONFIG][:SPLIT], or names of benchmarks.
         lines: lines of each source to ask, by their 1-based number. Confidences are calibrated on the others.
         limit: conversations of each benchmark, the first ones; 0 for all.
+        domains: BENCHMARK=DOMAIN: whose mean a benchmark counts in, as notes=chat; one that is not known is in other.
+        max_prompt_tokens: conversations that begin with a longer prompt are left out, in tokens; 0 for none.
         output: folder for drafters, outcomes, timings and STUDY/report.md with its pictures.
         temperatures: of sampling; studies of one temperature take the highest.
         max_tokens: longest answer, in tokens.
@@ -62,6 +65,8 @@ class AblateSettings:
     prompts: tuple[str, ...] = ()
     lines: Literal["all", "odd", "even"] = "even"
     limit: int = 20
+    domains: tuple[str, ...] = ()
+    max_prompt_tokens: int = 0
     output: Path = Path("results/ablate")
     temperatures: tuple[float, ...] = (0.0, 1.0)
     max_tokens: int = 256
@@ -84,7 +89,13 @@ class AblateSettings:
             ValueError, FileNotFoundError: naming the option, its value and what would be right.
         """
         studies = self.studies()
-        for name, least in (("limit", 0), ("batch_size", 1), ("steps", 0), ("repeats", 1)):
+        for name, least in (
+            ("limit", 0),
+            ("max_prompt_tokens", 0),
+            ("batch_size", 1),
+            ("steps", 0),
+            ("repeats", 1),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} {getattr(self, name)}: must be at least {least}")
         if not self.prompts:
@@ -130,16 +141,18 @@ def read_base(settings: AblateSettings) -> TrainSettings:
     return base if settings.seed is None else replace(base, seed=settings.seed)
 
 
-def read_prompts(settings: AblateSettings) -> tuple[list[Benchmark], list[Benchmark]]:
+def read_benchmarks(settings: AblateSettings, base: TrainSettings) -> tuple[list[Benchmark], list[Benchmark]]:
     """What is asked, and what confidences are calibrated on (nothing, where no study needs it).
 
     Raises:
-        FileNotFoundError, ValueError: as `read_benchmarks`.
+        FileNotFoundError, ValueError: as `benchmarks.read_benchmarks`.
     """
-    asked = read_benchmarks(settings.prompts, lines=settings.lines, limit=settings.limit)
+    names = ("prompts", "limit", "domains", "max_prompt_tokens")
+    common: dict[str, Any] = {name: getattr(settings, name) for name in names} | {"target": base.target}
+    asked = read_prompts(EvalSettings(lines=settings.lines, **common))
     if not any(study.kind in _CALIBRATED for study in settings.studies()):
         return asked, []
-    return asked, read_benchmarks(settings.prompts, lines=_OTHER[settings.lines], limit=settings.limit)
+    return asked, read_prompts(EvalSettings(lines=_OTHER[settings.lines], **common))
 
 
 def ablate(settings: AblateSettings) -> dict[str, Any]:
@@ -151,7 +164,7 @@ def ablate(settings: AblateSettings) -> dict[str, Any]:
     """
     settings.check()
     base = read_base(settings)
-    benchmarks, others = read_prompts(settings)
+    benchmarks, others = read_benchmarks(settings, base)
     from dspark_jax.evaluation import study_report
     from dspark_jax.evaluation.study_analyses import Workbench
     from dspark_jax.evaluation.study_kinds import KINDS
@@ -178,19 +191,20 @@ def _how(settings: AblateSettings, base: TrainSettings, bench: Any) -> list[str]
     """Lines of a report that say how its figures were made."""
     counts = ", ".join(f"{one.title} {len(one.conversations)}" for one in bench.benchmarks)
     temperatures = ", ".join(f"{temperature:g}" for temperature in settings.temperatures)
+    most = f" of at most {settings.max_prompt_tokens} tokens" if settings.max_prompt_tokens else ""
     training = f"{base.steps} updates" if base.steps else f"{base.epochs} epochs"
     return [
         f"config {settings.config}: {training} of {base.batch_size} sequences, {len(bench.lab.samples)} samples, seed "
         f"{base.seed}",
         f"target {bench.lab.target_path.name}, {bench.lab.dtype}",
-        f"conversations, {settings.lines} lines: {counts}",
+        f"conversations{most}, {settings.lines} lines: {counts}",
         f"temperatures {temperatures}, answers of at most {settings.max_tokens} tokens, method {settings.method}, "
         f"batches of {settings.batch_size}, whole blocks verified where nothing else is said",
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command `dspark ablate`: exit code 0, or 1 (a loss that is not finite), 2 (bad input, one line on stderr), 130
+    """The command `dspark ablate`: exit code 0, or 1 (a loss that is not finite), 2 (bad input, told in one line), 130
     (stopped)."""
     settings = tyro.cli(AblateSettings, args=argv, prog=_PROGRAM, config=(tyro.conf.FlagCreatePairsOff,))
     return exit_code(_PROGRAM, lambda: _run(settings), stopped=_STOPPED)

@@ -69,9 +69,9 @@ class Workbench:
         Raises:
             ValueError: it has none of them.
         """
-        reasons = {variant: self.lab.fits(variant) if variant.trained else "" for variant in study.variants}
-        report.left_out |= {variant.name: reason for variant, reason in reasons.items() if reason}
-        found = [variant for variant, reason in reasons.items() if not reason]
+        reasons = {one.name: self.lab.lacks(one) for one in study.variants}
+        report.left_out |= {name: reason for name, reason in reasons.items() if reason}
+        found = [one for one in study.variants if not reasons[one.name]]
         if not found:
             raise ValueError(f"study {study.name}: {next(iter(report.left_out.values()))}")
         return found

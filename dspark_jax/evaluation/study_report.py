@@ -95,7 +95,7 @@ def difference(scores: Scores, one: str, other: str) -> dict[str, Estimate]:
 
 
 def _negative(estimate: Estimate) -> Estimate:
-    value, low, high = (None if bound is None else -bound for bound in estimate)
+    value, low, high = (None if bound is None else 0.0 - bound for bound in estimate)
     return Estimate(value, high, low)
 
 

@@ -145,10 +145,11 @@ class Lab:
         """
         return drafter_config(changed(self.base, changes).drafter, self.target_config)
 
-    def fits(self, variant: Variant) -> str:
+    def lacks(self, variant: Variant) -> str:
         """Why this target has no such drafter; '' where it has."""
         try:
-            self.shape(variant.changes)
+            if variant.trained:
+                self.shape(variant.changes)
         except ValueError as error:
             return str(error)
         return ""
