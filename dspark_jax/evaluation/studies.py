@@ -84,7 +84,8 @@ def changed(settings: TrainSettings, changes: Changes) -> TrainSettings:
     groups: dict[str, dict[str, Any]] = {}
     for name, value in changes.items():
         group, _, last = name.rpartition(".")
-        if not hasattr(getattr(settings, group) if group else settings, last):
+        place = getattr(settings, group, None) if group else settings
+        if not hasattr(place, last):
             raise ValueError(f"{name}: no field of a training run")
         groups.setdefault(group, {})[last] = value
     top = groups.pop("", {})

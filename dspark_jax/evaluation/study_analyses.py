@@ -135,7 +135,7 @@ def without_speed(scores: Scores) -> dict[str, Any]:
 
 def describe(bench: Workbench, variants: Sequence[Variant], systems: Mapping[str, System], report: Report) -> None:
     """A table of the trained drafters: which they are, their parameters, and what training said of them."""
-    rows = [["drafter", "kept as", "parameters", "updates", "tokens a round, held out"]]
+    rows = [["drafter", "kept as", "parameters", "updates", "expected tokens a round, held out"]]
     for variant in variants:
         if not variant.trained:
             continue
@@ -293,7 +293,7 @@ def threshold(study: Study, bench: Workbench, folder: Path) -> Report:
 
 def latency(study: Study, bench: Workbench, folder: Path) -> Report:
     """Seconds of a round that verifies whole blocks, by sequential head, against none. Untrained drafters suffice."""
-    report = Report()
+    report = Report(clocked=True)
     shapes: dict[str, Any] = {v.name: bench.lab.shape(v.changes) for v in bench.available(study, report)}
     names = list(shapes)
     rows = [["slots", *(f"{name}, ms" for name in names), *(f"{name} / none" for name in names if name != "none")]]

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dspark_jax.evaluation.scores import Column, Estimate, Scores
 
 Curves = Mapping[str, Sequence[tuple[float, Estimate]]]  # series to its points: x, and the figure there
@@ -64,7 +66,8 @@ def _panel(panel: Any, lines: Curves) -> None:
     for i, (series, points) in enumerate(lines.items()):
         shown = [(x, e) for x, e in sorted(points, key=lambda point: point[0]) if e.value is not None]
         colour = _COLOURS[i % len(_COLOURS)]
-        x, y = [x for x, _ in shown], [e.value for _, e in shown]
-        panel.plot(x, y, marker="o", markersize=4, color=colour, label=series)
-        low, high = ([e.value if e[bound] is None else e[bound] for _, e in shown] for bound in (1, 2))
-        panel.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        x, y = [x for x, _ in shown], np.array([e.value for _, e in shown], float)
+        ends = np.array([[e.value if end is None else end for end in e[1:]] for _, e in shown], float).reshape(-1, 2).T
+        errors = np.abs(ends - y)
+        how = {"marker": "o", "markersize": 4, "capsize": 2, "elinewidth": 0.8, "color": colour}
+        panel.errorbar(x, y, errors, label=series, **how)

@@ -33,6 +33,7 @@ class Report:
     Attributes:
         headlines: figures that the paper has too. sections: Markdown. timings: Markdown of what no second run repeats.
         pictures: files. values, timing_values: the same figures as JSON values.
+        clocked: whether headlines and pictures are timings too.
         left_out: variants that this target or these settings do not have, with the reason.
     """
 
@@ -43,27 +44,36 @@ class Report:
     values: dict[str, Any] = field(default_factory=dict)
     timing_values: dict[str, Any] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    clocked: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """JSON values."""
-        headlines = [headline._asdict() for headline in self.headlines]
-        return {"headlines": headlines, **self.values, "timings": self.timing_values, "left_out": self.left_out}
+        headlines = {"headlines": [headline._asdict() for headline in self.headlines]}
+        timings = self.timing_values | (headlines if self.clocked else {})
+        found = self.values | ({} if self.clocked else headlines)
+        return {**found, "timings": timings, "left_out": self.left_out}
 
 
 def text(study: Study, report: Report, how: Sequence[str], folder: Path) -> str:
     """The Markdown of a report that lies in `folder`. `how`: lines that say how it was made."""
     parts = [f"# {study.title}", study.question, "\n".join(f"- {line}" for line in how)]
     parts += ["## What the paper reports", study.paper]
+    beside: list[str] = []
     if report.headlines:
         rows = [["figure", "the paper", "here"], *map(list, report.headlines)]
-        parts += ["## The paper's figures beside those measured here", markdown_table(rows, words=3)]
-    if report.sections or report.pictures:
-        parts += ["## What was measured here", *report.sections]
-    parts += [f"![{path.stem}]({path.relative_to(folder)})" for path in report.pictures]
+        beside = ["The paper's figures beside those measured here:", markdown_table(rows, words=3)]
+    pictures = [f"![{path.stem}]({path.relative_to(folder)})" for path in report.pictures]
+    measured, clocked = [*report.sections], [*report.timings]
+    if report.clocked:
+        clocked = [*beside, *clocked, *pictures]
+    else:
+        measured = [*beside, *measured, *pictures]
+    if measured:
+        parts += ["## What was measured here", *measured]
     if report.left_out:
         parts += ["## Left out", "\n".join(f"- {name}: {reason}" for name, reason in report.left_out.items())]
-    if report.timings:
-        parts += [TIMINGS, "Measured on this machine; another run gives others.", *report.timings]
+    if clocked:
+        parts += [TIMINGS, "Measured on this machine; another run gives others.", *clocked]
     return "\n\n".join(parts) + "\n"
 
 

@@ -145,7 +145,7 @@ def _calibration_headlines(split: calibration_report.SplitReport) -> list[Headli
     ]
     aurocs = [m.auroc for m in split.metrics["before"]["cumulative"] if np.isfinite(m.auroc)]
     here = f"{min(aurocs):.2f} to {max(aurocs):.2f}" if aurocs else "-"
-    return [*found, Headline("AUROC", "0.81 to 0.90", here)]
+    return [*found, Headline("AUROC by position, cumulative", "0.81 to 0.90", here)]
 
 
 # --- load ---
@@ -153,7 +153,7 @@ def _calibration_headlines(split: calibration_report.SplitReport) -> list[Headli
 
 def load(study: Study, bench: Workbench, folder: Path) -> Report:
     """The simulator under loads, with this machine's curves and the rounds of the benchmarks."""
-    report = Report()
+    report = Report(clocked=True)
     block, single = bench.available(study, report)
     systems_of(bench, (block, single))  # trained before anything is measured
     records = confident_rounds(bench, block)
@@ -268,7 +268,8 @@ def _ratio(one: float | None, other: float | None) -> float | None:
 
 
 def _range(values: Sequence[float]) -> str:
-    return f"{100 * (min(values) - 1):+.0f} to {100 * (max(values) - 1):+.0f} %" if values else "-"
+    ends = [f"{100 * (end(values) - 1):+.0f}" for end in (min, max)] if values else ["-"]
+    return f"{' to '.join(dict.fromkeys(ends))} %" if values else "-"
 
 
 def _at(frontier: Sequence[Result], other: Result, turned: bool) -> float | None:

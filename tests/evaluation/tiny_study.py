@@ -1,6 +1,7 @@
 """Studies that take seconds: a golden target with a tokenizer, random records, a few updates, short answers.
 
-As a program: `python -m tests.evaluation.tiny_study FOLDER [OPTIONS]` runs `dspark ablate` on the files in FOLDER.
+As a program: `python -m tests.evaluation.tiny_study FOLDER [OPTIONS]` runs `dspark ablate` on the files in FOLDER, with
+a study `pair` beside the others.
 """
 
 from __future__ import annotations
@@ -11,11 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dspark_jax.evaluation import ablate_command
+from dspark_jax.evaluation import ablate_command, studies
+from dspark_jax.evaluation.studies import Study, Variant
 from dspark_jax.training.settings import TrainSettings
 from tests.serving.conftest import write_target
 from tests.training.tiny_run import SHAPE, write_records
 
+PAIR = Study(
+    "pair",
+    "Two drafters",
+    "Which is better?",
+    (Variant("vanilla"), Variant("none", studies.STUDIES["head"].variants[-1].changes)),
+    "Nothing.",
+    pairs=(("none", "vanilla"),),
+)
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 TURNS = {
     "gsm8k": [["a b c"], ["the answer"], ["tulips"], ["red and blue"]],
@@ -78,4 +88,5 @@ def words(folder: Path, *more: str, output: str = "out") -> list[str]:
 
 
 if __name__ == "__main__":
+    studies.STUDIES["pair"] = PAIR
     sys.exit(ablate_command.main(words(Path(sys.argv[1]), *sys.argv[2:])))
