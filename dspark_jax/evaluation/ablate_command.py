@@ -24,9 +24,13 @@ from dspark_jax.evaluation.studies import Study, chosen
 from dspark_jax.training.settings import TrainSettings
 
 logger = logging.getLogger(__name__)
+Lines = Literal["all", "odd", "even"]
 _PROGRAM = "dspark ablate"
 _STOPPED = "stopped; the same command goes on where it was"
-_OTHER = {"odd": "even", "even": "odd"}  # lines that confidences are calibrated on, by those that are asked
+_OTHER: dict[str, Lines] = {
+    "odd": "even",
+    "even": "odd",
+}  # lines that confidences are calibrated on, by those that are asked
 _CALIBRATED = ("calibration", "load")  # kinds of studies that need them
 
 
@@ -63,7 +67,7 @@ class AblateSettings:
     config: Path
     study: tuple[str, ...] = ("all",)
     prompts: tuple[str, ...] = ()
-    lines: Literal["all", "odd", "even"] = "even"
+    lines: Lines = "even"
     limit: int = 20
     domains: tuple[str, ...] = ()
     max_prompt_tokens: int = 0
