@@ -50,8 +50,7 @@ INDIFFERENT = (
 )  # fmt: skip
 # fields that are looked at by what comes of them
 RESOLVED = (
-    "drafter", "loss", "initial", "epochs", "steps", "compute_dtype", "states", "cache_kind", "min_loss_tokens",
-    "eval_samples",
+    "drafter", "loss", "epochs", "steps", "compute_dtype", "states", "cache_kind", "min_loss_tokens", "eval_samples",
 )  # fmt: skip
 
 
@@ -96,6 +95,11 @@ class Lab:
                     f"config: drafter.{name} {getattr(shape, name)!r}: studies start from a DSpark drafter with the "
                     f"vanilla head and a confidence head, must be {value!r}"
                 )
+        if self.base.initial is not None:
+            raise ValueError(
+                f"config: initial {self.base.initial!r}: variants have other shapes, so all start from random weights, "
+                "must be None"
+            )
         if self.base.distributed:
             raise ValueError("config: distributed True: studies run in one process, must be False")
         if not self.base.records:
@@ -183,17 +187,12 @@ class Lab:
         known = {
             name: value for name, value in settings_as_json(settings).items() if name not in (*INDIFFERENT, *RESOLVED)
         }
-        initial = None
-        if settings.initial:
-            drafter = load_drafter(settings.initial, target=self.target.config)
-            initial = store.fingerprint(drafter.config, drafter.params)
         sums = sample_table(self.samples).checksums.astype("<u4").tobytes()
         return known | {
             "target": self.target_fingerprint,
             "data": hashlib.sha256(sums).hexdigest(),
             "drafter": repr(self.shape(changes)),
             "loss": repr(settings.loss),
-            "initial": initial,
             "updates": self.updates(settings),
             "compute_dtype": self.dtype,
             "states": "online" if settings.states == "online" else self._kind(settings),
