@@ -54,7 +54,7 @@ def _throughput(path: Path, results: Sequence[Result]) -> None:
     axis.set(xlabel="tokens/s per user (median)", ylabel="tokens/s in all", xscale="log", yscale="log")
     unit = "requests/s" if results and results[0].kind == "open" else "concurrent requests"
     axis.set_title(f"Throughput against speed per user (numbers: {unit})", fontsize=10)
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="lower left")
     figure.savefig(path, dpi=120)
 
 
@@ -68,5 +68,5 @@ def _budget(path: Path, results: Sequence[Result]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_ylim(bottom=0)
     axis.set_title("Verify budget against concurrency (anchor included)", fontsize=10)
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="upper right")
     figure.savefig(path, dpi=120)

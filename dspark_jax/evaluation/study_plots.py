@@ -55,7 +55,7 @@ def draw(
     if share:
         axes[0].set_ylim(0, 1)
     if any(len(lines) > 1 for lines in curves.values()):
-        axes[-1].legend(fontsize=8)
+        whole.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
     whole.suptitle(title, fontsize=10)
     whole.savefig(path, dpi=120)
     return path

@@ -46,6 +46,9 @@ def as_records(parts: Mapping[bool, Iterable[Outcome]], domains: Mapping[str, st
 
     Args:
         parts: held out or not, to its outcomes. domains: of the benchmarks. max_tokens: of an answer at most.
+
+    Raises:
+        ValueError: there are no rounds.
     """
     outcomes = [(held_out, one) for held_out, group in parts.items() for one in group]
     rows: dict[str, list[Any]] = {
@@ -61,6 +64,8 @@ def as_records(parts: Mapping[bool, Iterable[Outcome]], domains: Mapping[str, st
             rows["round"].append(number)
             rows["position"].append(one.prompt_tokens + length - 1)
             length += accepted + 1
+    if not rows["round"]:
+        raise ValueError("answers without rounds: nothing to calibrate or to serve; give a larger --max-tokens")
     names = tuple(sorted({domains[one.benchmark] for _, one in outcomes}))
     kinds = {"confidence": np.float32, "accepted": np.int8, "verified": np.int8}
     return Records(
@@ -83,10 +88,7 @@ def confident_rounds(bench: Workbench, variant: Variant) -> Records:
         held_out: bench.lab.answered(system, benchmarks, bench.top)
         for held_out, benchmarks in ((False, bench.fit_benchmarks), (True, bench.benchmarks))
     }
-    records = as_records(parts, domains, bench.top.max_tokens)
-    if not all(len(records.split(held_out).accepted) for held_out in (False, True)):
-        raise ValueError(f"{variant.name}: answers without rounds, nothing to calibrate; give a larger --max-tokens")
-    return records
+    return as_records(parts, domains, bench.top.max_tokens)
 
 
 def fits_of(records: Records) -> dict[str, STSFit]:
