@@ -29,6 +29,7 @@ from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.decoding.schedule import Schedule
 from dspark_jax.decoding.trace import RoundTrace
 from dspark_jax.evaluation.benchmarks import Conversation
+from dspark_jax.evaluation.forced import Text, forced_rounds
 from dspark_jax.evaluation.outcomes import Outcome, outcome_id
 from dspark_jax.serving.offline import request_seed
 from dspark_jax.serving.stream import TextStream, prompt_ids
@@ -59,6 +60,8 @@ class Protocol:
     Attributes:
         temperature, top_p, top_k, min_p: of sampling. max_tokens: of an answer at most.
         batch_size: requests decoded together. seed: of the run. method: see the module.
+        confidences: with method `forced`: record those of whole blocks under the schedule `fixed` too, at the price of
+            the target's head on all of their slots.
     """
 
     temperature: float = 1.0
@@ -69,6 +72,7 @@ class Protocol:
     batch_size: int = 8
     seed: int = 0
     method: Method = "decode"
+    confidences: bool = False
 
     def sampling(self, max_tokens: int = 0) -> SamplingParams:
         """Sampling settings of an answer; `max_tokens`: where the context leaves less room.
@@ -254,8 +258,6 @@ class Answerer:
 
     def _force(self, prompts: Sequence[Conversation], keep: Keep, done: Mapping[str, Outcome]) -> None:
         """The drafter's rounds along the answers of plain decoding."""
-        from dspark_jax.evaluation.forced import Text, forced_rounds
-
         asked: dict[str, tuple[Asked, Outcome]] = {}
         for turn in range(max((len(one.turns) for one in prompts), default=0)):
             for one in self._asked(prompts, turn, PLAIN, done):
@@ -281,6 +283,7 @@ class Answerer:
             texts,
             schedule=self.system.schedule,
             threshold=self.system.threshold,
+            whole=True if self.protocol.confidences else None,
             batch_size=self.protocol.batch_size,
         )
         for rounds in found:

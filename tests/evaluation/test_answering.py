@@ -262,6 +262,70 @@ def test_systems_that_cannot_run_are_refused(target: Target, systems: dict[str, 
         run(target, other)
 
 
+# --- along plain answers ---
+
+FORCED = replace(GREEDY, method="forced")
+
+
+@pytest.mark.parametrize("name", ["dspark", "ngram"])
+def test_greedy_rounds_are_the_same_along_plain_answers(
+    target: Target, systems: dict[str, System], greedy: dict[str, dict[str, Outcome]], name: str
+) -> None:
+    found = run(target, systems[name], FORCED, done=greedy["plain"])
+    assert found.keys() == greedy[name].keys()
+    for place, outcome in found.items():
+        assert outcome == replace(greedy[name][place], wall=None, confidence=())
+
+
+def test_confidences_along_plain_answers_are_for_the_asking(
+    target: Target, systems: dict[str, System], greedy: dict[str, dict[str, Outcome]]
+) -> None:
+    found = run(target, systems["dspark"], replace(FORCED, confidences=True), TALKS[1:2], greedy["plain"])
+    (outcome,) = found.values()
+    wanted = greedy["dspark"][outcome.id]
+    assert outcome.accepted == wanted.accepted
+    assert [c for row in outcome.confidence for c in row] == pytest.approx(
+        [c for row in wanted.confidence for c in row], abs=1e-4
+    )
+
+
+def test_plain_decoding_is_the_engines_with_both_methods(
+    target: Target, systems: dict[str, System], greedy: dict[str, dict[str, Outcome]]
+) -> None:
+    found = run(target, systems["plain"], FORCED)
+    assert facts(found) == facts(greedy["plain"]) and all(o.wall is not None for o in found.values())
+
+
+def test_rounds_along_plain_answers_go_on_where_they_were(
+    target: Target, systems: dict[str, System], greedy: dict[str, dict[str, Outcome]]
+) -> None:
+    sampled = replace(FORCED, temperature=1.0)
+    done = run(target, systems["plain"], sampled)
+    whole = run(target, systems["dspark"], sampled, done=done)
+    assert texts(whole) == texts(done) and len(whole) == TURNS
+    half = dict(list(whole.items())[: TURNS // 2])
+    rest = run(target, systems["dspark"], sampled, done=done | half)
+    assert not set(rest) & set(half) and half | rest == whole
+
+
+def test_rounds_need_plain_answers(
+    target: Target, systems: dict[str, System], greedy: dict[str, dict[str, Outcome]]
+) -> None:
+    with pytest.raises(
+        ValueError, match="dspark/mt-bench/1/0: there is no plain answer to follow, answer with 'plain'"
+    ):
+        run(target, systems["dspark"], FORCED)
+    lacking = {place: o for place, o in greedy["plain"].items() if o.turn < 2}
+    with pytest.raises(ValueError, match="dspark/mt-bench/3/2: there is no plain answer to follow"):
+        run(target, systems["dspark"], FORCED, done=lacking)
+
+
+def test_a_conversation_that_plain_decoding_ended_ends(target: Target, systems: dict[str, System]) -> None:
+    talks = [Conversation("mt-bench", "long", ("a", "b" * 600, "c"))]
+    plain = run(target, systems["plain"], GREEDY, talks)
+    assert set(run(target, systems["ngram"], FORCED, talks, plain)) == {"ngram/mt-bench/long/0"}
+
+
 # --- one outcome, by hand ---
 
 
