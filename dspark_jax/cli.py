@@ -11,6 +11,7 @@ COMMANDS = {
     "serve": ("dspark_jax.serving.main", "generate text: one prompt, a file of prompts, or an HTTP server"),
     "train": ("dspark_jax.training.trainer", "train a drafter for a frozen target"),
     "data": ("dspark_jax.data.regenerate", "let the target answer prompts, to train a drafter on"),
+    "eval": ("dspark_jax.evaluation.eval_command", "measure drafters on benchmarks: accepted length, speed, positions"),
     "calibrate": ("dspark_jax.calibration.command", "make the confidences of a drafter true: fit temperatures"),
     "simulate": ("dspark_jax.evaluation.simulate_command", "simulate a fleet from a throughput curve and real rounds"),
     "convert": ("dspark_jax.checkpoints.convert", "convert a drafter to another project's format"),

@@ -95,7 +95,7 @@ def sampling_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: check(fields[name]) for name, check in _CHECKS.items() if fields.get(name) is not None}
 
 
-def _text(name: str, value: Any) -> str:
+def checked_text(name: str, value: Any) -> str:
     """A non-empty string that can be written as UTF-8."""
     if not isinstance(value, str):
         raise ValueError(f"{name} is {type(value).__name__}: must be a string")
@@ -130,15 +130,15 @@ def _messages(row: Mapping[str, Any], names: Iterable[str]) -> list[Message]:
     if name == "turns":
         if not isinstance(value, list) or not value or not all(isinstance(turn, str) for turn in value):
             raise ValueError(f"turns {str(value)[:60]}: must be a non-empty list of strings")
-        return [{"role": "user", "content": _text("turns[0]", value[0])}]
+        return [{"role": "user", "content": checked_text("turns[0]", value[0])}]
     if name in ("prompt", "question"):
-        return [{"role": "user", "content": _text(name, value)}]
+        return [{"role": "user", "content": checked_text(name, value)}]
     messages = split_roles(value)
     if name == "conversations":
         messages = _first_turn(messages)
     for number, message in enumerate(messages):
         if message["role"] in ("user", "system"):
-            _text(f"{name}[{number}].content", message["content"])
+            checked_text(f"{name}[{number}].content", message["content"])
     return messages
 
 
@@ -167,7 +167,7 @@ def prompt_record(row: Mapping[str, Any], default_id: str, names: Iterable[str] 
 # --- sources ---
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | ValueError]]:
+def jsonl_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | ValueError]]:
     """(1-based line number, object or what is wrong with it) of each line that is not blank."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -207,7 +207,7 @@ def _rows(source: str) -> tuple[str, tuple[str, ...], Iterator[tuple[int, Any]]]
     path = Path(source)
     if not path.is_file():
         raise FileNotFoundError(f"prompt file {source}: not found, must be a JSONL file or hf:NAME[@CONFIG][:SPLIT]")
-    return path.stem, PROMPT_FIELDS, _jsonl_rows(path)
+    return path.stem, PROMPT_FIELDS, jsonl_rows(path)
 
 
 def iter_prompts(

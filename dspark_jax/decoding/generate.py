@@ -24,7 +24,7 @@ from dspark_jax.decoding.requests import Completion, Request, mode_of
 from dspark_jax.decoding.sampling import Mode
 from dspark_jax.decoding.schedule import SCHEDULES, Schedule, buckets_for
 from dspark_jax.decoding.state import Program
-from dspark_jax.decoding.trace import TraceShape
+from dspark_jax.decoding.trace import RoundTrace, TraceShape
 from dspark_jax.drafters.interface import bind
 from dspark_jax.models.transformer import head_weight
 from dspark_jax.sharding import check_mesh, put
@@ -32,6 +32,7 @@ from dspark_jax.sharding import check_mesh, put
 __all__ = ["Completion", "Generator", "Request", "capacity_for", "padded_length"]
 _AHEAD = 4  # requests that wait for each slot, so that prompts of one length are found to go together
 OnTokens = Callable[[str, list[int]], bool | None]
+OnRounds = Callable[[str, tuple[RoundTrace, ...]], None]
 
 
 @dataclass
@@ -235,12 +236,17 @@ class Generator:
         return self.stream(todo, mode_of(todo), on_tokens)
 
     def stream(
-        self, requests: Iterable[Request], mode: Mode, on_tokens: OnTokens | None = None
+        self,
+        requests: Iterable[Request],
+        mode: Mode,
+        on_tokens: OnTokens | None = None,
+        on_rounds: OnRounds | None = None,
     ) -> Iterator[Completion]:
         """`generate` for any number of requests: they are taken as slots get free, some ahead.
 
         Args:
             mode: the sampling program that serves all of them (`requests.mode_of`).
+            on_rounds: called with a request's id and what its newest rounds did, the prefill first (with a trace).
 
         Raises:
             ValueError: a request that cannot run, when its turn comes.
@@ -256,6 +262,8 @@ class Generator:
             with self.in_mesh():
                 events = batch.advance(rounds)
             for event in events:
+                if on_rounds and event.rounds:
+                    on_rounds(names[event.ticket], event.rounds)
                 if on_tokens and event.tokens and on_tokens(names[event.ticket], event.tokens):
                     batch.cancel(event.ticket, "stop")
                 if event.completion:
