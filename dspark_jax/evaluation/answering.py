@@ -2,9 +2,9 @@
 
 Method `decode`: the engine answers benchmark by benchmark and turn by turn: first the first turns of all conversations,
 then the second ones behind the system's own answers, and so on. Only so is there a wall-clock.
-Method `forced`: plain decoding answers, and the rounds of every drafter are found along those answers
-(`evaluation.forced`): the same rounds at temperature 0, the same distribution of them above, without a target pass per
-round.
+Method `forced`: plain decoding answers, all benchmarks together, and the rounds of every drafter are found along those
+answers (`evaluation.forced`): the same rounds at temperature 0, the same distribution of them above, without a target
+pass per round.
 
 Random numbers of an answer depend on (seed, benchmark, conversation, turn) only, not on the system or the batch.
 """
@@ -172,8 +172,7 @@ class Answerer:
         Raises:
             ValueError: a first turn that does not fit into the context; forced rounds without plain answers.
         """
-        forced = self.protocol.method == "forced" and self.system.drafter is not None
-        if forced:
+        if self._forced:
             self._force(prompts, keep, done)
             return
         mine = dict(done)
@@ -182,14 +181,24 @@ class Answerer:
             keep(outcome)
             mine[outcome.id] = outcome
 
-        for benchmark in dict.fromkeys(one.benchmark for one in prompts):
-            group = [one for one in prompts if one.benchmark == benchmark]
+        names = dict.fromkeys(one.benchmark for one in prompts)
+        groups = [[one for one in prompts if one.benchmark == name] for name in names]
+        if self.protocol.method == "forced":  # nothing is timed: fuller batches
+            groups = [list(prompts)]
+        for group in groups:
             for turn in range(max(len(one.turns) for one in group)):
                 asked = self._asked(group, turn, self.system.name, mine)
                 self._decode([one for one in asked if one.id not in mine], keep_mine)
 
+    @property
+    def _forced(self) -> bool:
+        """Whether rounds are found along answers that are there already."""
+        return self.protocol.method == "forced" and self.system.drafter is not None
+
     def warm_up(self, prompts: Sequence[Conversation]) -> None:
-        """Compiles what the first turns need; later ones are compiled for before they are timed."""
+        """Compiles what decoding the first turns needs; later ones are compiled for before they are timed."""
+        if self._forced:
+            return
         self._compile([self._request(one) for one in self._asked(prompts, 0, self.system.name, {})])
 
     # --- prompts ---

@@ -325,9 +325,12 @@ def answer_all(settings: EvalSettings, models: _Models, benchmarks: Sequence[Ben
                 store.keep(outcome)
                 progress.add(len(outcome.token_ids))
 
-            for benchmark in benchmarks:
+            parts = [one.conversations for one in benchmarks]
+            if settings.method == "forced":  # nothing is timed: no need to take turns
+                parts = [tuple(one for part in parts for one in part)]
+            for part in parts:
                 for answerer in answerers:
-                    answerer.answer(benchmark.conversations, keep, store.done)
+                    answerer.answer(part, keep, store.done)
         return store.done
 
 
