@@ -83,7 +83,8 @@ def prefill_chunk(
         following = jnp.where(jnp.arange(padded) == last_slot[:, None], after[:, None], shifted)  # [P, S]
         seen = Committed(hidden, chunk.start, chunk.ids[:, 0], following, last_slot, packing)
         memory = interface.ingest(program.drafter, draft_params, memory, seen)
-    scores = score(logits, first, jnp.arange(prompts), program.trace.top) if program.trace else ()
+    top = program.trace.top if program.trace else None
+    scores = () if top is None else score(logits, first, jnp.arange(prompts), top)
     return Prefilled(target_cache, memory, first, scores)
 
 

@@ -160,6 +160,7 @@ class Answerer:
             threshold=self.system.threshold,
             mesh=self.mesh,
             trace_rounds=_TRACED,
+            top_logprobs=None,
         )
 
     def answer(self, prompts: Sequence[Conversation], keep: Keep, done: Mapping[str, Outcome]) -> None:

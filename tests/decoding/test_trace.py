@@ -169,7 +169,26 @@ def test_log_probabilities_that_are_not_recorded_are_refused() -> None:
         generator().check(request(0, logprobs=0))
     with pytest.raises(ValueError, match=r"logprobs 4: must lie in 0\.\.3"):
         generator(**TRACED).check(request(0, logprobs=4))
+    with pytest.raises(ValueError, match="logprobs 0: this generator records none"):
+        generator(**TRACED | {"top_logprobs": None}).check(request(0, logprobs=0))
     with pytest.raises(ValueError, match="trace_rounds -1"):
         generator(trace_rounds=-1)
     with pytest.raises(ValueError, match="top_logprobs 99"):
         generator(trace_rounds=1, top_logprobs=99)
+
+
+def test_listeners_of_rounds_hear_all_of_them_without_scores() -> None:
+    """A generator that records no log-probabilities; its programs hold none."""
+    maker, heard = generator(**TRACED | {"top_logprobs": None}), dict[str, list[RoundTrace]]()
+    requests = [request(0, logprobs=None), request(6, logprobs=None)]
+
+    def hear(name: str, rounds: tuple[RoundTrace, ...]) -> None:
+        heard.setdefault(name, []).extend(rounds)
+
+    done = {one.id: one.token_ids for one in maker.stream(requests, "greedy", on_rounds=hear)}
+    assert done == {name: [t for one in rounds for t in one.tokens] for name, rounds in heard.items()}
+    assert all(one.logprobs == () for rounds in heard.values() for one in rounds)
+    batch = Batch(maker)
+    assert batch.empty_state(1).trace.scores == ()
+    events, _ = run(generator(**TRACED), requests)
+    assert {name: rounds_of(own) for name, own in events.items()} == heard
