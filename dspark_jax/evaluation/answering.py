@@ -29,8 +29,9 @@ from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.decoding.schedule import Schedule
 from dspark_jax.decoding.trace import RoundTrace
 from dspark_jax.evaluation.benchmarks import Conversation
-from dspark_jax.evaluation.forced import Text, forced_rounds
+from dspark_jax.evaluation.forced import forced_rounds
 from dspark_jax.evaluation.outcomes import Outcome, outcome_id
+from dspark_jax.evaluation.reading import Reader, Text
 from dspark_jax.serving.offline import request_seed
 from dspark_jax.serving.stream import TextStream, prompt_ids
 
@@ -115,6 +116,14 @@ def ask(
     return Asked(outcome_id(system, one.benchmark, one.id, turn), one, turn, ids, request_seed(protocol.seed, name))
 
 
+def reader_for(target: Target, systems: Iterable[System], protocol: Protocol) -> Reader | None:
+    """What drafters share that are forced along the same answers; None where they decode."""
+    if protocol.method != "forced":
+        return None
+    layers = {layer for one in systems if one.drafter is not None for layer in one.drafter.config.target_layer_ids}
+    return Reader(target, tuple(layers))
+
+
 def answer_text(target: Target, token_ids: Iterable[int]) -> str:
     """The text of an answer, without its stop token."""
     stream = TextStream(target.tokenizer, (), tuple(target.tokenizer.eos_ids))
@@ -139,6 +148,7 @@ class Answerer:
 
     Args:
         mesh: devices that the parameters are spread over; one device without.
+        reader: what the target says of texts, shared by the drafters that are forced along them.
 
     Raises:
         ValueError: target and drafter do not belong together, or the schedule needs confidences that there are none of.
@@ -148,6 +158,7 @@ class Answerer:
     system: System
     protocol: Protocol
     mesh: Mesh | None = None
+    reader: Reader | None = None
     _generator: Generator = field(init=False, repr=False)
     _warm: dict[Any, Request] = field(init=False, repr=False, default_factory=dict)
 
@@ -295,6 +306,7 @@ class Answerer:
             threshold=self.system.threshold,
             whole=True if self.protocol.confidences else None,
             batch_size=self.protocol.batch_size,
+            reader=self.reader,
         )
         for rounds in found:
             one, source = asked[rounds.id]
