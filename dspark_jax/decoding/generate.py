@@ -157,9 +157,9 @@ class Generator:
         """Rounds between two looks of the host at most."""
         return self.trace_rounds or 1 << 30
 
-    def entry_program(self, mode: Mode = "greedy") -> Program:
-        """The program by which requests come in: the same under every schedule."""
-        return replace(self.program(mode), schedule="fixed")
+    def entry_program(self) -> Program:
+        """The program by which requests come in: the same under every schedule, whatever they sample with."""
+        return replace(self.program(), schedule="fixed")
 
     def buckets_of(self, slots: int) -> tuple[int, ...]:
         """Row counts that programs for `slots` slots are compiled with, ascending."""
@@ -277,5 +277,4 @@ class Generator:
         ends = [len(r.prompt_ids) + self.limit(r) + self.block_size + 1 for r in todo]
         mode = mode_of(todo)
         with self.in_mesh():
-            modes = {mode, *(r.sampling.mode for r in todo)}
-            Batch(self, mode).warm_up(max(ends, default=1), [len(r.prompt_ids) for r in todo], sorted(modes), [mode])
+            Batch(self, mode).warm_up(max(ends, default=1), [len(r.prompt_ids) for r in todo], [mode])

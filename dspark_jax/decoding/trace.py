@@ -41,7 +41,7 @@ class Rounds(NamedTuple):
 
     Attributes:
         kept, accepted, verified: int32, tokens committed, drafts accepted before stops and limits, and drafts that the
-            target looked at. drafted: int32, tokens proposed (0: the round had no draft).
+            target looked at. drafted: int32, tokens proposed (0: the round had no draft, or none for this request).
         drafts: int32, the block of K. confidence: float32, of its slots.
     """
 

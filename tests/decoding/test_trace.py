@@ -13,7 +13,7 @@ from dspark_jax.decoding.requests import Request
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.decoding.trace import RoundTrace
 from dspark_jax.models import transformer
-from tests.decoding.test_engine import PROMPTS, generator
+from tests.decoding.test_engine import PROMPTS, compiled, generator
 from tests.decoding.test_lossless import TARGET
 from tests.decoding.tiny import BLOCK, tiny_drafter
 
@@ -114,17 +114,27 @@ def test_log_probabilities_are_the_targets(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_plain_requests_among_speculative_ones(schedule: str) -> None:
-    """They verify nothing and give the same tokens; with nobody else there, nothing is drafted at all."""
+    """They draft and verify nothing and give the same tokens, by the programs that all share; with nobody else there,
+    nothing is drafted at all."""
     mixed = [request(i, speculative=i % 2 == 0, temperature=i % 3 / 2, seed=i) for i in range(6)]
-    events, batch = run(generator(schedule=schedule, **TRACED), mixed)
+    maker = generator(schedule=schedule, **TRACED)
+    maker.warm_up(mixed)
+    before = compiled()
+    events, batch = run(maker, mixed)
+    assert compiled() == before
     expected = plain_tokens(mixed)
     for one in mixed:
         done = events[one.id][-1].completion
         assert done is not None
         if not one.speculative or one.sampling.temperature == 0:
             assert done.token_ids == expected[one.id]
+        rounds = rounds_of(events[one.id])
         if not one.speculative:
-            assert done.verified == done.accepted == 0 and done.rounds == len(done.token_ids) - 1
+            assert done.drafted == done.verified == done.accepted == 0 and done.rounds == len(done.token_ids) - 1
+            assert all(r.drafts == r.confidence == () and r.origin(0) == "plain" for r in rounds)
+        else:
+            assert done.drafted == sum(len(r.drafts) for r in rounds) > 0
+            assert all(len(r.drafts) == len(r.confidence) for r in rounds)
     assert batch.statistics.drafted_rounds
     alone = [request(i, speculative=False) for i in range(3)]
     events, batch = run(generator(schedule=schedule, **TRACED), alone)
