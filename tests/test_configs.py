@@ -166,6 +166,6 @@ def test_a_config_keeps_the_released_constants(kind: str, target: str) -> None:
 
 def test_every_pair_of_the_paper_has_a_config() -> None:
     """And no config lies there untested, but the embedded drafter's, which a training run tests."""
-    assert {f"{kind}_{target}" for kind, target in PAIRS} | {"dspark_smollm2_135m"} == {
+    assert {f"{kind}_{target}" for kind, target in PAIRS} | {"dspark_smollm2_135m", "testbed_smollm2_135m"} == {
         f.stem for f in FOLDER.glob("*.py")
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,16 @@ def lengths_of(samples: Sequence[TrainingSample] | Sequence[int] | np.ndarray) -
         return samples.table.lengths.astype(np.int64)
     lengths = [len(s.input_ids) if isinstance(s, TrainingSample) else int(s) for s in samples]
     return np.asarray(lengths, np.int64)
+
+
+def wider_key(folder: str | Path, key: CacheKey) -> CacheKey:
+    """The key of the cache in `folder` where it holds the layers of `key` and more; else `key`."""
+    try:
+        found = json.loads((Path(folder) / _MANIFEST).read_text(encoding="utf-8"))["layer_ids"]
+        layers = tuple(int(layer) for layer in found)
+    except (OSError, ValueError, KeyError, TypeError):  # none there, or one that opening it will complain about
+        return key
+    return replace(key, layer_ids=layers) if set(key.layer_ids) <= set(layers) else key
 
 
 def open_manifest(folder: Path, key: CacheKey) -> None:

@@ -18,6 +18,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ from dspark_jax.data.cache_key import (
     same_target,
     size_bytes,
     token_bytes,
+    wider_key,
 )
 from dspark_jax.data.cache_store import DiskFullError, free_bytes
 from dspark_jax.data.quantized import Quantized, dequantize, quantize
@@ -67,6 +69,7 @@ __all__ = [
     "size_bytes",
     "stored_states",
     "token_bytes",
+    "wider_key",
 ]
 
 logger = logging.getLogger(__name__)
@@ -96,15 +99,22 @@ class HiddenCache:
 
     Attributes:
         folder: where it lies. key: whose states it holds. ids: sample ids by number; those of finished shards.
+        read_key: what `read` gives: the key, or that of fewer layers.
     """
 
     def __init__(
-        self, folder: str | Path, key: CacheKey, *, process_index: int | None = None, shard_bytes: int | None = None
+        self,
+        folder: str | Path,
+        key: CacheKey,
+        *,
+        layer_ids: Sequence[int] | None = None,
+        process_index: int | None = None,
+        shard_bytes: int | None = None,
     ) -> None:
         """Open a cache, or make an empty one.
 
         Args:
-            folder, key: of the cache.
+            folder, key: of the cache. layer_ids: layers that are read, of those of the key; all by default.
             process_index: the process that appends its own shards; JAX's by default.
             shard_bytes: of the records of a shard; `cache_store.SHARD_BYTES` by default.
 
@@ -115,6 +125,8 @@ class HiddenCache:
         """
         self.folder = Path(folder)
         self.key = key
+        self.read_key = key if layer_ids is None else replace(key, layer_ids=tuple(layer_ids))
+        self._columns = [key.layer_ids.index(layer) for layer in self.read_key.layer_ids]
         self.ids: list[str] = []
         self._process = process_index
         self._shard_bytes = shard_bytes or store.SHARD_BYTES
@@ -165,7 +177,7 @@ class HiddenCache:
         return self._tokens(self._shards[shard].path)[start : start + self.length(number)]
 
     def read(self, number: int) -> CachedSample:
-        """Sample `number`, as read-only arrays; compared with its checksum when it is first read.
+        """Sample `number`, as read-only arrays of the layers that are read; compared with its checksum the first time.
 
         Raises:
             ValueError: the bytes are not those that were written; the message names file and sample.
@@ -177,7 +189,14 @@ class HiddenCache:
         if self.key.quantized:
             for name in ("features", "final"):
                 arrays[name] = Quantized(arrays.pop(f"{name}.values"), arrays.pop(f"{name}.scales"))
+        if self.read_key.layer_ids != self.key.layer_ids:
+            arrays["features"] = jax.tree.map(self._pick, arrays["features"])
         return CachedSample(**arrays)
+
+    def _pick(self, features: np.ndarray) -> np.ndarray:
+        """The columns of the layers that are read, out of `[T, m*W]`."""
+        length, layers = len(features), len(self.key.layer_ids)
+        return features.reshape(length, layers, -1)[:, self._columns].reshape(length, -1)
 
     def refresh(self) -> int:
         """Take in shards that others have finished since; numbers stay. Returns how many samples are new.
@@ -375,6 +394,7 @@ def build_cache(
     *,
     buckets: Sequence[int] = (128, 256, 384, 512, 1024, 2048, 4096),
     batch_tokens: int = 4096,
+    layer_ids: Sequence[int] | None = None,
     process_index: int | None = None,
     process_count: int | None = None,
     shard_bytes: int | None = None,
@@ -389,6 +409,7 @@ def build_cache(
             mesh, batches are split over its data axes.
         samples: wanted samples; those in the cache are compared and not computed again.
         buckets: lengths to pad to. batch_tokens: tokens of a forward pass, padding included.
+        layer_ids: layers that are read from the cache, as `HiddenCache`'s.
         process_index, process_count: this process among those that share the work; JAX's by default.
         shard_bytes: as `HiddenCache`.
 
@@ -400,7 +421,7 @@ def build_cache(
     count = jax.process_count() if process_count is None else process_count
     if not 0 <= index < count:
         raise ValueError(f"process_index {index}: must lie in 0..process_count - 1, {count - 1}")
-    cache = HiddenCache(folder, key, process_index=index, shard_bytes=shard_bytes)
+    cache = HiddenCache(folder, key, layer_ids=layer_ids, process_index=index, shard_bytes=shard_bytes)
     check_samples(cache, samples)
     ids, lengths = _ids_of(samples), lengths_of(samples)
     missing = np.asarray([name not in cache for name in ids], bool)

@@ -239,7 +239,7 @@ class Pipeline:
         loss_mask = np.zeros(shape, np.uint8)  # [N, T]
         segments = np.zeros(shape, np.int32)  # [N, T]
         names = np.zeros((shape[0], self.documents), np.uint32)  # [N, S]
-        states = empty_states(self._cache.key, shape) if with_states and self._cache is not None else {}
+        states = empty_states(self._cache.read_key, shape) if with_states and self._cache is not None else {}
         layout = self.layout(step)
         for row in self._rows:
             for place, (number, start, length) in enumerate(layout[row]):

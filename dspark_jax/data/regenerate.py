@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import tyro
@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from dspark_jax.checkpoints.load import embedded_target_path, load_target
 from dspark_jax.checkpoints.tokenizer import Tokenizer
-from dspark_jax.config import exit_code, log_to_stderr
+from dspark_jax.config import auto_dtype, exit_code, log_to_stderr
 from dspark_jax.data.prompts import iter_prompts
 from dspark_jax.data.records import RecordWriter
 from dspark_jax.decoding.generate import Completion, Generator, Request
@@ -45,7 +45,8 @@ class RegenerateSettings:
         max_prompt_tokens: longer prompts are left out, in tokens.
         batch_size: requests decoded together. window: jobs sorted by prompt
             length together; a quarter of it is handed to the engine at once.
-        limit: prompts in all, 0 for every one. seed: of order and draws. dtype: of the target's weights.
+        limit: answers in all, 0 for every one. seed: of order and draws.
+        dtype: of the target's weights; auto: bfloat16 where the device multiplies it fast, else float32.
     """
 
     output: Path
@@ -62,7 +63,7 @@ class RegenerateSettings:
     window: int = 1024
     limit: int = 0
     seed: int = 0
-    dtype: str = "bfloat16"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,8 @@ def _regenerate(settings: RegenerateSettings) -> None:
 
 
 def _answer(settings: RegenerateSettings) -> None:
-    target = load_target(settings.target or embedded_target_path(), dtype=jnp.dtype(settings.dtype))
+    dtype = auto_dtype() if settings.dtype == "auto" else settings.dtype
+    target = load_target(settings.target or embedded_target_path(), dtype=jnp.dtype(dtype))
     generator = Generator(target, None, batch_size=settings.batch_size, seed=settings.seed)
     tokens = 0
     bar = tqdm(regenerate(settings, generator, target.tokenizer), desc="answers", unit="answer")

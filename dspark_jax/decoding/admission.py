@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.decoding.budget import forget
-from dspark_jax.decoding.sampling import Sampling, choose
+from dspark_jax.decoding.sampling import Sampling, choose_as_needed
 from dspark_jax.decoding.state import Counters, DecodeState, Program, init_caches, is_stop, mask_padding
 from dspark_jax.decoding.trace import Scores, Trace, score
 from dspark_jax.drafters import interface
@@ -65,7 +65,8 @@ def prefill_chunk(
 ) -> Prefilled:
     """Runs target and drafter over a piece of P prompts, behind what the caches of both hold already.
 
-    The `first` token counts where the piece is the prompt's last.
+    The `first` token counts where the piece is the prompt's last; it is drawn as its request says, whatever
+    `program.mode` is.
     """
     prompts, padded = chunk.ids.shape
     packing = dense_packing(prompts, padded)
@@ -76,14 +77,15 @@ def prefill_chunk(
     last_slot = chunk.lengths - 1
     last = jnp.take(hidden.final, jnp.arange(prompts) * padded + last_slot, axis=1)  # [D, P]
     logits = mask_padding(transformer.logits(target_params, last, program.target.final_softcap), program.target)
-    first = choose(logits, sampling, chunk.start + chunk.lengths, program.mode)  # [P]
+    first = choose_as_needed(logits, sampling, chunk.start + chunk.lengths)  # [P]
     if program.drafter:
         after = jnp.where(chunk.after < 0, first, chunk.after)
         shifted = jnp.pad(chunk.ids[:, 1:], ((0, 0), (0, 1)))
         following = jnp.where(jnp.arange(padded) == last_slot[:, None], after[:, None], shifted)  # [P, S]
         seen = Committed(hidden, chunk.start, chunk.ids[:, 0], following, last_slot, packing)
         memory = interface.ingest(program.drafter, draft_params, memory, seen)
-    scores = score(logits, first, jnp.arange(prompts), program.trace.top) if program.trace else ()
+    top = program.trace.top if program.trace else None
+    scores = () if top is None else score(logits, first, jnp.arange(prompts), top)
     return Prefilled(target_cache, memory, first, scores)
 
 

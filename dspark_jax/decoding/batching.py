@@ -21,7 +21,7 @@ from dspark_jax.decoding.placement import placed
 from dspark_jax.decoding.requests import Completion, Request, mode_of
 from dspark_jax.decoding.resize import with_capacity, with_slots
 from dspark_jax.decoding.rounds import Totals, run_rounds
-from dspark_jax.decoding.sampling import MODES, Mode, Sampling, SamplingParams, raw_key
+from dspark_jax.decoding.sampling import Mode, Sampling, raw_key
 from dspark_jax.decoding.state import DecodeState, Program, init_caches, init_state
 from dspark_jax.decoding.statistics import Statistics
 from dspark_jax.decoding.trace import RoundTrace, first_trace, round_traces
@@ -33,8 +33,6 @@ _SHORTEST = 32  # prompts are padded to powers of two from here on, tokens
 GROUP = 8  # prompts of one padded length that are prefilled together, where so many wait
 _SMALLEST = 256  # caches begin with this capacity and grow, by a half or a third each time
 PATIENCE = 16  # iterations in which fewer slots would have done, before their number shrinks
-# a request of each mode
-_OF_MODE = {m: SamplingParams(temperature=t, top_p=p) for m, t, p in zip(MODES, (0, 1, 1), (1, 1, 0.9), strict=True)}
 
 
 def _prefill_in_place(target_params, draft_params, new, *, program):  # type: ignore[no-untyped-def]
@@ -304,8 +302,7 @@ class Batch:
         new = self.new_requests(group, free[: len(group)], size)
         began = time.perf_counter()
         self._starts(began)
-        program = g.entry_program(mode_of(w.request for w in group))
-        ready = run_prefill(g.target.params, g.draft_params, new, program=program)
+        ready = run_prefill(g.target.params, g.draft_params, new, program=g.entry_program())
         for work in group:
             work.began = began
         return size * len(group), self._seat(group, new, ready, size, began)
@@ -323,7 +320,7 @@ class Batch:
         after = ids[end] if end < len(ids) else -1
         chunk = Chunk(_padded([piece], size), _host([len(piece)]), _host([long.done]), _host([after]))
         new = self.new_requests([long.work], [long.slot], size, lengths=[len(ids)])
-        program = g.entry_program(long.work.request.sampling.mode)
+        program = g.entry_program()
         began = time.perf_counter()
         self._starts(began)
         ready = run_chunk(g.target.params, g.draft_params, long.caches, chunk, new.sampling, program=program)
@@ -487,16 +484,16 @@ class Batch:
 
     # --- warm-up ---
 
-    def warm_up(self, longest: int, prompts: Iterable[int], modes: Sequence[Mode], batch_modes: Sequence[Mode]) -> None:
+    def warm_up(self, longest: int, prompts: Iterable[int], modes: Sequence[Mode]) -> None:
         """Compiles what a run will need, for every number of slots; generates nothing.
 
         Args:
             longest: tokens of the longest text, prompt and answer. prompts: lengths of prompts.
-            modes: sampling programs of single requests. batch_modes: of batches that hold several.
+            modes: sampling programs of the rounds.
         """
         g = self.generator
         plans = {(min(sizes), capacity): sum(sizes) for sizes, capacity in map(self._plan, prompts)}
-        ready = [entry for mode in modes for tokens in plans.values() for entry in self._warm_prompt(tokens, mode)]
+        ready = [entry for tokens in plans.values() for entry in self._warm_prompt(tokens)]
         capacities = [capacity_for(1)]
         most = max(longest, *(capacity for _, _, capacity in ready), 1)
         while capacities[-1] < most:
@@ -507,22 +504,21 @@ class Batch:
                 for smaller in (0, *capacities[:i]):  # changes of size, both ways
                     state = with_capacity(with_capacity(state, smaller, g.program()), capacity, g.program())
                 for new, prefilled, needs in ready:
-                    if needs <= capacity:
+                    if needs <= capacity and len(new.slots) <= size:
                         nobody = _host([size] * len(new.slots))
                         state = run_admit(state, new._replace(slots=nobody), prefilled, program=g.entry_program())
-                for mode in batch_modes:
+                for mode in modes:
                     state = self._rounds(state, 0, False, g.program(mode))[0]
                 if number:
                     fewer, more = (np.arange(n, dtype=np.int32) for n in g.slot_sizes[number - 1 : number + 1])
                     state = with_slots(with_slots(state, fewer), more)
             jax.block_until_ready(state)
 
-    def _warm_prompt(self, tokens: int, mode: Mode) -> list[tuple[NewRequests, Prefilled, int]]:
+    def _warm_prompt(self, tokens: int) -> list[tuple[NewRequests, Prefilled, int]]:
         """Takes in prompts of `tokens` tokens; with the cache capacities that they need."""
-        g, made = self.generator, []
-        works = [Work(Request("", (0,) * tokens, _OF_MODE[mode]), 0, 0.0)] * GROUP
+        g, made, program = self.generator, [], self.generator.entry_program()
+        works = [Work(Request("", (0,) * tokens), 0, 0.0)] * GROUP
         if tokens > g.prefill_chunk:
-            program = g.entry_program(mode)
             sizes, capacity = self._plan(tokens)
             caches = g.on_mesh(init_caches(program, 1, capacity), 1)
             new = self.new_requests(works[:1], [0], sizes[0], lengths=[tokens])
@@ -534,5 +530,5 @@ class Batch:
             return [(new, ready, capacity)]
         for count in (1, GROUP) if g.batch_size >= GROUP else (1,):
             new = self.new_requests(works[:count], [0] * count, tokens)
-            made.append((new, run_prefill(g.target.params, g.draft_params, new, program=g.entry_program(mode)), tokens))
+            made.append((new, run_prefill(g.target.params, g.draft_params, new, program=program), tokens))
         return made

@@ -189,7 +189,7 @@ class Engine:
         end = min(longest + self.generator.block_size + 1, self.generator.context + self.generator.block_size + 1)
         prompts = range(1, min(longest_prompt, longest) + 1)
         with self.generator.in_mesh():
-            self.batch.warm_up(end, prompts, modes, modes)
+            self.batch.warm_up(end, prompts, modes)
 
     @property
     def _waiting(self) -> int:

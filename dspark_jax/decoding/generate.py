@@ -53,7 +53,8 @@ class Generator:
         curve: the throughput curve that budgets are chosen by; without one, `causal` and `async` verify whole blocks.
         mesh: devices that the models' parameters are spread over (`load_target(mesh=...)`); one device without.
         trace_rounds: rounds that are recorded (`decoding.trace`), and so rounds between two looks of the host at most;
-            0: none are. top_logprobs: log-probabilities of a position at most, with a trace.
+            0: none are. top_logprobs: log-probabilities of a position at most, with a trace; None: requests cannot ask
+            for any, which rounds are faster without.
         switchable: rounds in which no request is `speculative` do without a draft.
 
     Raises:
@@ -75,7 +76,7 @@ class Generator:
     curve: Curve | None = None
     mesh: Mesh | None = None
     trace_rounds: int = 0
-    top_logprobs: int = 0
+    top_logprobs: int | None = 0
     switchable: bool = False
     draft_params: dict = field(init=False, repr=False)
     _costs: dict[tuple[int, int], Costs] = field(init=False, repr=False, default_factory=dict)
@@ -94,7 +95,7 @@ class Generator:
             raise ValueError(f"max_context {self.max_context}: must be at least 2 tokens (0: the target's own limit)")
         if self.trace_rounds < 0:
             raise ValueError(f"trace_rounds {self.trace_rounds}: must be 0 (no records) or a number of rounds")
-        if not 0 <= self.top_logprobs <= self.target.config.num_tokens:
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= self.target.config.num_tokens:
             raise ValueError(f"top_logprobs {self.top_logprobs}: must lie in 0..{self.target.config.num_tokens}")
         self.draft_params = {}
         if self.drafter is not None:
@@ -156,9 +157,9 @@ class Generator:
         """Rounds between two looks of the host at most."""
         return self.trace_rounds or 1 << 30
 
-    def entry_program(self, mode: Mode = "greedy") -> Program:
-        """The program by which requests come in: the same under every schedule."""
-        return replace(self.program(mode), schedule="fixed")
+    def entry_program(self) -> Program:
+        """The program by which requests come in: the same under every schedule, whatever they sample with."""
+        return replace(self.program(), schedule="fixed")
 
     def buckets_of(self, slots: int) -> tuple[int, ...]:
         """Row counts that programs for `slots` slots are compiled with, ascending."""
@@ -212,10 +213,10 @@ class Generator:
                 f"{self.context}; at most {self.context - 1} leave room for one token"
             )
 
-        asked = request.logprobs
-        if asked is not None and not (self.trace_rounds and 0 <= asked <= self.top_logprobs):
-            most = f"must lie in 0..{self.top_logprobs}" if self.trace_rounds else "this generator records none"
-            raise ValueError(f"request {request.id!r}: logprobs {asked}: {most}")
+        asked, most = request.logprobs, self.top_logprobs if self.trace_rounds else None
+        if asked is not None and (most is None or not 0 <= asked <= most):
+            right = "this generator records none" if most is None else f"must lie in 0..{most}"
+            raise ValueError(f"request {request.id!r}: logprobs {asked}: {right}")
 
     def limit(self, request: Request) -> int:
         """Tokens that this request may generate: its own limit, within the context."""
@@ -276,5 +277,4 @@ class Generator:
         ends = [len(r.prompt_ids) + self.limit(r) + self.block_size + 1 for r in todo]
         mode = mode_of(todo)
         with self.in_mesh():
-            modes = {mode, *(r.sampling.mode for r in todo)}
-            Batch(self, mode).warm_up(max(ends, default=1), [len(r.prompt_ids) for r in todo], sorted(modes), [mode])
+            Batch(self, mode).warm_up(max(ends, default=1), [len(r.prompt_ids) for r in todo], [mode])

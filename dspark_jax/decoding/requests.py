@@ -15,7 +15,7 @@ class Request:
     Attributes:
         stream: names the random numbers (63 bits) of a request without a seed of its own, in place of its place in the
             queue.
-        speculative: False: this request decodes plainly, whatever the others do.
+        speculative: False: this request decodes plainly, whatever the others do, and nothing counts as drafted for it.
         logprobs: log-probabilities of its tokens, with so many of the most likely ones beside; None: none. They need a
             generator that traces.
     """

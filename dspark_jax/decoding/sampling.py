@@ -7,6 +7,7 @@ draft's and the target's distributions, so a draft token is drawn from the very 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -187,3 +188,12 @@ def choose(logits: Array, sampling: Sampling, position: Array, mode: Mode) -> Ar
         return best_token(logits)
     probs = distribution(logits, sampling, mode)
     return categorical(probs, uniforms(sampling.key, position, DRAW_TARGET))
+
+
+def choose_as_needed(logits: Array, sampling: Sampling, position: Array) -> Array:
+    """`choose` in the cheapest mode that serves all rows, found out on the device: one program for all requests."""
+    samples = sampling.temperature >= GREEDY_BELOW
+    filters = (sampling.top_p < 1) | (sampling.top_k > 0) | (sampling.min_p > 0)
+    mode = jnp.any(samples).astype(jnp.int32) + jnp.any(samples & filters)
+    ways = [partial(choose, mode=each) for each in MODES]
+    return jax.lax.switch(mode, ways, logits, sampling, position)

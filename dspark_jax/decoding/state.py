@@ -68,8 +68,8 @@ class Program:
 class Counters(NamedTuple):
     """Per-request statistics since the request came in, int32 `[R]` each.
 
-    rounds: steps taken. drafted: tokens proposed. verified: draft tokens that the target looked at. accepted: draft
-    tokens that were committed.
+    rounds: steps taken. drafted: tokens proposed, 0 for requests that decode plainly. verified: draft tokens that the
+    target looked at. accepted: draft tokens that were committed.
     """
 
     rounds: Array

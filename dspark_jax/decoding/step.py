@@ -144,11 +144,11 @@ def judge_pinned(target: Array, proposal: Proposal, lengths: Array, packing: Pac
 
 
 def commit(
-    state: DecodeState, proposal: Proposal, lengths: Array, verdict: Verdict, program: Program, drafted: Array | int
+    state: DecodeState, proposal: Proposal, lengths: Array, verdict: Verdict, program: Program, drafted: Array
 ) -> tuple[DecodeState, Array, Array]:
     """Moves lengths past the committed tokens, applies stop tokens and limits, writes the output.
 
-    `drafted`: tokens that each request drafted, for the counters.
+    `drafted`: int32 `[R]`, tokens that each request drafted, for the counters.
 
     A stop token inside the accepted run ends the request there; a stop token before the length limit wins.
 
@@ -201,11 +201,13 @@ def verify_and_commit(
 
     Args:
         lengths: int32 `[R]`, at most `program.slots_in(bucket, R) - 1` each, and in all what the bucket holds.
-        drafted: bool `[]`, whether `proposal` is of this round; None: it is.
+        drafted: bool `[]`, whether `proposal` is of this round; None: it is. Counts and records of requests that decode
+            plainly know nothing of it.
     """
     slots = program.slots_in(bucket, state.anchor.shape[0])
     whole, proposal = proposal, leading_slots(proposal, slots - 1)
-    count = interface.proposed(program.drafter, whole)
+    offered = state.speculative if drafted is None else state.speculative & drafted  # [R]
+    tokens = jnp.where(offered, interface.proposed(program.drafter, whole), 0)
     packing = pack_rows(lengths, state.active, slots, bucket)
     block = jnp.concatenate([state.anchor[:, None], proposal.tokens], axis=1)  # [R, S]
     ids = block[packing.request, packing.offset]  # [B]
@@ -215,11 +217,9 @@ def verify_and_commit(
     logits = transformer.logits(target_params, hidden.final, program.target.final_softcap)
     logits = mask_padding(logits, program.target)  # [V, B]
     verdict = judge(logits, proposal, lengths, packing, state, program, draft_params)
-    tokens = count if drafted is None else count * drafted
     new, run, kept = commit(state, proposal, lengths, verdict, program, tokens)
     if isinstance(state.trace, Trace):
-        proposed = jnp.broadcast_to(tokens, kept.shape)
-        did = Rounds(kept, verdict.accepted, lengths, proposed, whole.tokens, whole.confidence)
+        did = Rounds(kept, verdict.accepted, lengths, tokens, whole.tokens, whole.confidence)
         number = state.counters.rounds
         new = new._replace(trace=record(state.trace, number, state.active, did, logits, run, packing.row))
     draft_cache = proposal.cache

@@ -20,10 +20,11 @@ Origin = Literal["draft", "corrected", "bonus", "plain"]
 
 
 class TraceShape(NamedTuple):
-    """What a program records: `rounds` N that it remembers, and L `top` log-probabilities at most of a position."""
+    """What a program records: `rounds` N that it remembers, and L `top` log-probabilities at most of a position (None:
+    no scores, which a program that could compute them pays for even where nobody wants them)."""
 
     rounds: int
-    top: int
+    top: int | None
 
 
 class Scores(NamedTuple):
@@ -40,7 +41,7 @@ class Rounds(NamedTuple):
 
     Attributes:
         kept, accepted, verified: int32, tokens committed, drafts accepted before stops and limits, and drafts that the
-            target looked at. drafted: int32, tokens proposed (0: the round had no draft).
+            target looked at. drafted: int32, tokens proposed (0: the round had no draft, or none for this request).
         drafts: int32, the block of K. confidence: float32, of its slots.
     """
 
@@ -53,11 +54,11 @@ class Rounds(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The newest N `rounds` of R slots, `scores` of the S rows of each, `[R, N, S]` and `[R, N, S, L]`, and whose are
-    computed, bool `wants [R]`."""
+    """The newest N `rounds` of R slots, `scores` of the S rows of each, `[R, N, S]` and `[R, N, S, L]` (() without
+    any), and whose are computed, bool `wants [R]`."""
 
     rounds: Rounds
-    scores: Scores
+    scores: Scores | tuple[()]
     wants: Array
 
 
@@ -74,7 +75,7 @@ def init_trace(shape: TraceShape | None, requests: int, slots: int) -> Trace | t
     rounds = (requests, shape.rounds)
     ints = lambda *more: jnp.zeros((*rounds, *more), jnp.int32)  # noqa: E731
     block = slots - 1
-    scores = no_scores((*rounds, slots), shape.top)
+    scores = () if shape.top is None else no_scores((*rounds, slots), shape.top)
     confidence, wants = jnp.zeros((*rounds, block)), jnp.zeros(requests, bool)
     return Trace(Rounds(ints(), ints(), ints(), ints(), ints(block), confidence), scores, wants)
 
@@ -108,7 +109,7 @@ def record(trace: Trace, number: Array, active: Array, new: Rounds, logits: Arra
         rated = score(logits, run, row, scores.top.shape[-1])
         return jax.tree.map(put, scores, rated)
 
-    scores = once(jnp.any(active & trace.wants), rate, trace.scores)
+    scores = once(jnp.any(active & trace.wants), rate, trace.scores) if trace.scores else ()
     return Trace(jax.tree.map(put, trace.rounds, new), scores, trace.wants)
 
 

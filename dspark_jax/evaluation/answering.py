@@ -2,9 +2,9 @@
 
 Method `decode`: the engine answers benchmark by benchmark and turn by turn: first the first turns of all conversations,
 then the second ones behind the system's own answers, and so on. Only so is there a wall-clock.
-Method `forced`: plain decoding answers, and the rounds of every drafter are found along those answers
-(`evaluation.forced`): the same rounds at temperature 0, the same distribution of them above, without a target pass per
-round.
+Method `forced`: plain decoding answers, all benchmarks together, and the rounds of every drafter are found along those
+answers (`evaluation.forced`): the same rounds at temperature 0, the same distribution of them above, without a target
+pass per round.
 
 Random numbers of an answer depend on (seed, benchmark, conversation, turn) only, not on the system or the batch.
 """
@@ -29,7 +29,9 @@ from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.decoding.schedule import Schedule
 from dspark_jax.decoding.trace import RoundTrace
 from dspark_jax.evaluation.benchmarks import Conversation
+from dspark_jax.evaluation.forced import forced_rounds
 from dspark_jax.evaluation.outcomes import Outcome, outcome_id
+from dspark_jax.evaluation.reading import Reader, Text
 from dspark_jax.serving.offline import request_seed
 from dspark_jax.serving.stream import TextStream, prompt_ids
 
@@ -59,6 +61,8 @@ class Protocol:
     Attributes:
         temperature, top_p, top_k, min_p: of sampling. max_tokens: of an answer at most.
         batch_size: requests decoded together. seed: of the run. method: see the module.
+        confidences: with method `forced`: record those of whole blocks under the schedule `fixed` too, at the price of
+            the target's head on all of their slots.
     """
 
     temperature: float = 1.0
@@ -69,6 +73,7 @@ class Protocol:
     batch_size: int = 8
     seed: int = 0
     method: Method = "decode"
+    confidences: bool = False
 
     def sampling(self, max_tokens: int = 0) -> SamplingParams:
         """Sampling settings of an answer; `max_tokens`: where the context leaves less room.
@@ -111,6 +116,14 @@ def ask(
     return Asked(outcome_id(system, one.benchmark, one.id, turn), one, turn, ids, request_seed(protocol.seed, name))
 
 
+def reader_for(target: Target, systems: Iterable[System], protocol: Protocol) -> Reader | None:
+    """What drafters share that are forced along the same answers; None where they decode."""
+    if protocol.method != "forced":
+        return None
+    layers = {layer for one in systems if one.drafter is not None for layer in one.drafter.config.target_layer_ids}
+    return Reader(target, tuple(layers))
+
+
 def answer_text(target: Target, token_ids: Iterable[int]) -> str:
     """The text of an answer, without its stop token."""
     stream = TextStream(target.tokenizer, (), tuple(target.tokenizer.eos_ids))
@@ -135,6 +148,7 @@ class Answerer:
 
     Args:
         mesh: devices that the parameters are spread over; one device without.
+        reader: what the target says of texts, shared by the drafters that are forced along them.
 
     Raises:
         ValueError: target and drafter do not belong together, or the schedule needs confidences that there are none of.
@@ -144,6 +158,7 @@ class Answerer:
     system: System
     protocol: Protocol
     mesh: Mesh | None = None
+    reader: Reader | None = None
     _generator: Generator = field(init=False, repr=False)
     _warm: dict[Any, Request] = field(init=False, repr=False, default_factory=dict)
 
@@ -156,6 +171,7 @@ class Answerer:
             threshold=self.system.threshold,
             mesh=self.mesh,
             trace_rounds=_TRACED,
+            top_logprobs=None,
         )
 
     def answer(self, prompts: Sequence[Conversation], keep: Keep, done: Mapping[str, Outcome]) -> None:
@@ -168,8 +184,7 @@ class Answerer:
         Raises:
             ValueError: a first turn that does not fit into the context; forced rounds without plain answers.
         """
-        forced = self.protocol.method == "forced" and self.system.drafter is not None
-        if forced:
+        if self._forced:
             self._force(prompts, keep, done)
             return
         mine = dict(done)
@@ -178,14 +193,24 @@ class Answerer:
             keep(outcome)
             mine[outcome.id] = outcome
 
-        for benchmark in dict.fromkeys(one.benchmark for one in prompts):
-            group = [one for one in prompts if one.benchmark == benchmark]
+        names = dict.fromkeys(one.benchmark for one in prompts)
+        groups = [[one for one in prompts if one.benchmark == name] for name in names]
+        if self.protocol.method == "forced":  # nothing is timed: fuller batches
+            groups = [list(prompts)]
+        for group in groups:
             for turn in range(max(len(one.turns) for one in group)):
                 asked = self._asked(group, turn, self.system.name, mine)
                 self._decode([one for one in asked if one.id not in mine], keep_mine)
 
+    @property
+    def _forced(self) -> bool:
+        """Whether rounds are found along answers that are there already."""
+        return self.protocol.method == "forced" and self.system.drafter is not None
+
     def warm_up(self, prompts: Sequence[Conversation]) -> None:
-        """Compiles what the first turns need; later ones are compiled for before they are timed."""
+        """Compiles what decoding the first turns needs; later ones are compiled for before they are timed."""
+        if self._forced:
+            return
         self._compile([self._request(one) for one in self._asked(prompts, 0, self.system.name, {})])
 
     # --- prompts ---
@@ -254,8 +279,6 @@ class Answerer:
 
     def _force(self, prompts: Sequence[Conversation], keep: Keep, done: Mapping[str, Outcome]) -> None:
         """The drafter's rounds along the answers of plain decoding."""
-        from dspark_jax.evaluation.forced import Text, forced_rounds
-
         asked: dict[str, tuple[Asked, Outcome]] = {}
         for turn in range(max((len(one.turns) for one in prompts), default=0)):
             for one in self._asked(prompts, turn, PLAIN, done):
@@ -281,7 +304,9 @@ class Answerer:
             texts,
             schedule=self.system.schedule,
             threshold=self.system.threshold,
+            whole=True if self.protocol.confidences else None,
             batch_size=self.protocol.batch_size,
+            reader=self.reader,
         )
         for rounds in found:
             one, source = asked[rounds.id]

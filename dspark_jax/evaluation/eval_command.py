@@ -17,7 +17,7 @@ import tyro
 
 from dspark_jax.config import auto_dtype, exit_code, log_to_stderr, settings_as_json, write_json
 from dspark_jax.data.prompts import sampling_fields
-from dspark_jax.evaluation.answering import PLAIN, Answerer, Method, Protocol, System, ask
+from dspark_jax.evaluation.answering import PLAIN, Answerer, Method, Protocol, System, ask, reader_for
 from dspark_jax.evaluation.benchmarks import Benchmark, Conversation, read_benchmarks
 from dspark_jax.evaluation.outcomes import Outcome
 from dspark_jax.evaluation.plots import plot, write_board
@@ -313,7 +313,9 @@ def answer_all(settings: EvalSettings, models: _Models, benchmarks: Sequence[Ben
             logger.info("%s: %d of %d answers are there already", settings.output, len(turns) - len(left), len(turns))
         if not left:
             return store.done
-        answerers = [Answerer(models.target, system, settings.protocol(), models.mesh) for system in models.systems]
+        protocol = settings.protocol()
+        reader = reader_for(models.target, models.systems, protocol)
+        answerers = [Answerer(models.target, one, protocol, models.mesh, reader) for one in models.systems]
         try:
             for answerer in answerers:
                 answerer.warm_up([c for name, c in wanted if name == answerer.system.name])
@@ -325,9 +327,12 @@ def answer_all(settings: EvalSettings, models: _Models, benchmarks: Sequence[Ben
                 store.keep(outcome)
                 progress.add(len(outcome.token_ids))
 
-            for benchmark in benchmarks:
+            parts = [one.conversations for one in benchmarks]
+            if settings.method == "forced":  # nothing is timed: no need to take turns
+                parts = [tuple(one for part in parts for one in part)]
+            for part in parts:
                 for answerer in answerers:
-                    answerer.answer(benchmark.conversations, keep, store.done)
+                    answerer.answer(part, keep, store.done)
         return store.done
 
 

@@ -6,7 +6,8 @@ with probability min(1, p_d(x) / p_t(x)), and a walk along a text drawn from p_t
 at each slot has the very joint distribution of texts and rounds that decoding with the drafter has. At temperature 0
 the coin is whether the draft is x, and the rounds are those of real decoding.
 
-The target reads a text once, in one pass, whatever the number of drafters and rounds; a round costs the draft alone.
+The target reads a text once, in one pass, whatever the number of drafters (`Reader`) and rounds; a round costs the
+draft alone.
 With `whole`, what decoding would have drafted behind the first rejection is drawn too: the rejected draft from
 max(p_d - p_t, 0), normalised, and those behind it from p_d. Only their confidences need it: a threshold may let them be
 verified. Letters: R texts side by side, T padded tokens of one, M rounds at most, K draft tokens of a block.
@@ -30,7 +31,6 @@ from dspark_jax.decoding.sampling import (
     DRAW_DRAFT,
     Mode,
     Sampling,
-    SamplingParams,
     best_token,
     categorical,
     distribution,
@@ -38,34 +38,16 @@ from dspark_jax.decoding.sampling import (
     uniforms,
 )
 from dspark_jax.decoding.schedule import BUDGETED, Schedule, verify_lengths
-from dspark_jax.decoding.state import mask_padding
 from dspark_jax.decoding.verify import accept_probability, leading_run
 from dspark_jax.drafters import interface
 from dspark_jax.drafters.interface import Committed, bind
-from dspark_jax.models import transformer
+from dspark_jax.evaluation.reading import Read, Reader, Text, target_logits
 from dspark_jax.models.attention import dense_packing
 from dspark_jax.models.config import TransformerConfig
 from dspark_jax.models.transformer import Hidden, head_weight
 
 Array = jax.Array
 Params = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Text:
-    """An answer of plain decoding.
-
-    Attributes:
-        token_ids: the answer, a stop token included. sampling: what it was drawn with, its limit `max_tokens` too.
-        stopped: whether its last token is a stop token. stream: names the random numbers (63 bits).
-    """
-
-    id: str
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    stopped: bool
-    stream: int
 
 
 @dataclass(frozen=True)
@@ -103,15 +85,6 @@ class _Texts(NamedTuple):
     threshold: Any
 
 
-class _Read(NamedTuple):
-    """What the target says of R texts: `final [R, T, D]`, `features [R, T, m D]`, and the probability of the next token
-    `probs [R, T]` (1 where greedy)."""
-
-    final: Array
-    features: Array
-    probs: Array
-
-
 class _Rounds(NamedTuple):
     """Rounds of R texts: `accepted`, `verified [R, M]`, `confidence [R, M, K]`."""
 
@@ -129,13 +102,15 @@ def forced_rounds(
     threshold: float = 0.5,
     whole: bool | None = None,
     batch_size: int = 16,
+    reader: Reader | None = None,
 ) -> Iterator[ForcedRounds]:
     """The rounds of every text, in no particular order.
 
     Args:
         target, drafter: as `Generator`'s. schedule: `fixed` or `threshold`.
         whole: draw the drafts behind a rejection too; by default where the schedule asks for confidences. Needs the
-            target's head on all slots. batch_size: R.
+            target's head at each rejection. batch_size: R.
+        reader: keeps what the target says of these texts, for other drafters; nothing is kept without.
 
     Raises:
         ValueError: a drafter that does not belong to the target, a schedule with a budget (it needs the batch's other
@@ -149,6 +124,7 @@ def forced_rounds(
         raise ValueError(f"schedule {schedule}: this drafter has no confidence head; use fixed")
     whole = schedule != "fixed" if whole is None else whole
     params = target.params
+    reader = reader or Reader(target, config.target_layer_ids, keep_bytes=0)
     bound = bind(drafter.params, params["embed"], head_weight(params))
     bound["draft_ids"] = _inverse(bound, target.config.vocab_size)
     dtype = jnp.float32 if jax.default_backend() == "cpu" else params["embed"].dtype
@@ -163,7 +139,9 @@ def forced_rounds(
         mode = mode_of(Request(text.id, text.prompt_ids, text.sampling) for text in group)
         answer = max(len(text.token_ids) for text in group)
         plan = _Plan(target.config, config, schedule, mode, whole, padded_length(answer), dtype)
-        made = jax.device_get(_run(params, bound, _on_device(group, plan, batch_size, threshold), plan=plan))
+        on_device = _on_device(group, plan, batch_size, threshold)
+        read = reader.read(group, on_device.ids, on_device.sampling, mode, config.target_layer_ids)
+        made = jax.device_get(_run(params, bound, on_device, read, plan=plan))
         for row, text in enumerate(group):
             yield _of_text(text, jax.tree.map(lambda x, row=row: x[row], made), whole and config.confidence)
 
@@ -226,13 +204,11 @@ def _of_text(text: Text, made: _Rounds, confident: bool) -> ForcedRounds:
 
 
 @partial(jax.jit, static_argnames=("plan",))
-def _run(params: Params, bound: Params, texts: _Texts, *, plan: _Plan) -> _Rounds:
+def _run(params: Params, bound: Params, texts: _Texts, read: Read, *, plan: _Plan) -> _Rounds:
     """All rounds of R texts."""
     requests, length = texts.ids.shape
-    hidden = transformer.forward(params, plan.target, texts.ids, plan.drafter.target_layer_ids)
-    rows = lambda x: x.T.reshape(requests, length, -1)  # noqa: E731
-    probs = _next_probs(params, rows(hidden.final), texts, plan)
-    read = _Read(rows(hidden.final), rows(hidden.features), probs)
+    columns = lambda x: x.reshape(requests * length, -1).T  # noqa: E731
+    hidden = Hidden(columns(read.final), columns(read.features))
     memory = interface.init_memory(plan.drafter, requests, length, plan.dtype)
     following = jnp.pad(texts.ids[:, 1:], ((0, 0), (0, 1)))
     whole = Committed(
@@ -262,27 +238,8 @@ def _run(params: Params, bound: Params, texts: _Texts, *, plan: _Plan) -> _Round
     return jax.lax.while_loop(going, step, (memory, texts.prompt, jnp.int32(0), out))[3]
 
 
-def _next_probs(params: Params, final: Array, texts: _Texts, plan: _Plan) -> Array:
-    """p_t of each next token, `[R, T]`, a text at a time: what the vocabulary takes is never held for all."""
-    following = jnp.pad(texts.ids[:, 1:], ((0, 0), (0, 1)))
-    if plan.mode == "greedy":
-        return jnp.ones(following.shape)
-
-    def one(text: tuple[Array, Array, Sampling]) -> Array:
-        states, wanted, sampling = text
-        settings = Sampling(*(jnp.repeat(x[None], wanted.shape[0], axis=0) for x in sampling))
-        probs = distribution(_target_logits(params, states.T, plan), settings, plan.mode)  # [V, T]
-        return jnp.take_along_axis(probs, wanted[None], axis=0)[0]
-
-    return jax.lax.map(one, (final, following, texts.sampling))
-
-
-def _target_logits(params: Params, final: Array, plan: _Plan) -> Array:
-    return mask_padding(transformer.logits(params, final, plan.target.final_softcap), plan.target)
-
-
 def _round(
-    params: Params, bound: Params, texts: _Texts, read: _Read, memory: Any, start: Array, plan: _Plan
+    params: Params, bound: Params, texts: _Texts, read: Read, memory: Any, start: Array, plan: _Plan
 ) -> tuple[Any, _Rounds]:
     """One round of R texts from position `start [R]` on: the memory behind it, and what was accepted, `[R]`."""
     requests, block = start.shape[0], plan.drafter.block_size
@@ -300,7 +257,9 @@ def _round(
     run = leading_run(taken, jnp.minimum(left, block))
     if plan.whole and plan.mode != "greedy":  # greedy proposals are whole
         state = jnp.take_along_axis(seen[0], run[:, None, None], axis=1)[:, 0].T  # [D, R]
-        refused = distribution(_target_logits(params, state, plan), texts.sampling, plan.mode)  # p_t there, [V, R]
+        refused = distribution(
+            target_logits(params, state, plan.target), texts.sampling, plan.mode
+        )  # p_t there, [V, R]
         proposal = propose(_whole(texts, labelled, start, run, refused, bound, plan))
     last = min(plan.target.max_positions, plan.drafter.max_positions) - 1
     room = jnp.minimum(texts.room, last) - start

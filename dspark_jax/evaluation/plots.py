@@ -68,6 +68,7 @@ def _accepted(path: Path, scores: Scores) -> None:
     labels = [column.title for column in scores.benchmarks] + [f"mean\n{column.title}" for column in means]
     axis.set_xticks(range(groups), labels, fontsize=8, rotation=0 if groups < 9 else 20)
     axis.set_ylabel("committed tokens per round")
+    axis.margins(x=0.02)
     axis.set_title("Accepted length, bonus token included (95 % intervals)", fontsize=10)
     axis.legend(fontsize=8, ncols=min(len(scores.systems), 6))
     axis.set_ylim(0, axis.get_ylim()[1] * 1.12)
@@ -95,7 +96,8 @@ def _positions(path: Path, scores: Scores) -> None:
         axis.set_xticks(range(1, longest + 1))
     axes[0].set_ylabel("accepted, given all before it")
     axes[0].set_ylim(0, 1)
-    axes[-1].legend(fontsize=8)
+    lines, names = axes[-1].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=min(len(names), 8), fontsize=8)
     figure.savefig(path, dpi=120)
 
 

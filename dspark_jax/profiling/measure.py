@@ -303,7 +303,7 @@ def measure_prefills(models: Models, lengths: Sequence[int], timing: Timing | No
 
 def _prefill_case(models: Models, generator: Generator, length: int) -> Callable[[int], float]:
     """Takes a number of calls, and gives the seconds that they took."""
-    program = generator.program(models.mode)
+    program = generator.entry_program()
     ids = np.arange(length, dtype=np.int32)[None] % models.target.config.num_tokens
     ints = lambda value: np.full((1,), value, np.int32)  # noqa: E731
     arrays: Any = ids, ints(min(length, models.positions - 1)), ints(0), ints(2), _sampling(models.mode, 1)

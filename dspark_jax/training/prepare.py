@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from dspark_jax.checkpoints.gguf import GGUFFile, gguf_config
 from dspark_jax.checkpoints.hf import read_hf_config, resolve
 from dspark_jax.checkpoints.load import Target, embedded_target_path, load_drafter, load_target
-from dspark_jax.data.hidden_cache import CacheKey, HiddenCache, build_cache, cache_key, check_space
+from dspark_jax.data.hidden_cache import CacheKey, HiddenCache, build_cache, cache_key, check_space, wider_key
 from dspark_jax.data.pipeline import Pipeline
 from dspark_jax.data.records import RecordSamples, TrainingSample, sample_id, sample_table
 from dspark_jax.drafters.config import CALIBRATION
@@ -173,12 +173,14 @@ class _Source:
         kind = np.dtype(dtype).name if settings.cache_kind == "auto" else settings.cache_kind
         shown = _fingerprinted(target.params, mesh)
         self.key: CacheKey = cache_key(target.path, target.config, shown, config.target_layer_ids, kind)
+        if settings.states == "cache":  # states of more layers serve as well, those that a step makes would not
+            self.key = wider_key(settings.cache, self.key)
 
     def open_cache(self, samples: Sequence[TrainingSample], held_out: Sequence[TrainingSample]) -> HiddenCache | None:
         """The cache with all states that must be there before training; None where there is to be none."""
         if self.settings.states == "online":
             return None
-        cache = self.complete(held_out) if len(held_out) else HiddenCache(self.settings.cache, self.key)
+        cache = self.complete(held_out) if len(held_out) else self._opened()
         if self.settings.states == "fill":
             lengths = sample_table(samples).lengths
             missing = [number for number in range(len(samples)) if sample_id(samples, number) not in cache]
@@ -186,17 +188,21 @@ class _Source:
             return cache
         return self.complete(samples)
 
+    def _opened(self) -> HiddenCache:
+        return HiddenCache(self.settings.cache, self.key, layer_ids=self.config.target_layer_ids)
+
     def complete(self, samples: Sequence[TrainingSample]) -> HiddenCache:
         """The cache, with the states of these samples; what it lacks is computed, by all processes together."""
         params = self.target.params
         if jax.process_count() > 1:
-            found = HiddenCache(self.settings.cache, self.key)
+            found = self._opened()
             if all(sample_id(samples, number) in found for number in range(len(samples))):
                 barrier("hidden states")
                 return found
             local = make_mesh(_local_shape(self.target.config), jax.local_devices())
             params = load_target(self.target.path, dtype=self.dtype, mesh=local).params
-        cache = build_cache(self.settings.cache, self.key, self.target.config, params, samples)
+        layers = self.config.target_layer_ids
+        cache = build_cache(self.settings.cache, self.key, self.target.config, params, samples, layer_ids=layers)
         barrier("hidden states")
         cache.refresh()
         return cache

@@ -40,6 +40,7 @@ from dspark_jax.data.hidden_cache import (
     same_target,
     stored_states,
     token_bytes,
+    wider_key,
 )
 from dspark_jax.data.quantized import Quantized, dequantize
 from dspark_jax.data.records import RecordSamples, TrainingSample
@@ -175,6 +176,29 @@ def test_round_trip_in_batches(tmp_path: Path, kind: str) -> None:
             rest = batch.astype(np.float32)
             rest[1, 4:7] = 0
             assert not rest.any()
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+@pytest.mark.parametrize("layers", [(-1, 3), (3,), ()])
+def test_fewer_layers_are_read_from_a_cache_of_more(
+    tmp_path: Path, target: Target, kind: str, layers: tuple[int, ...]
+) -> None:
+    whole = build(tmp_path, target, some_samples(3), kind)
+    asked = cache_key(target.path, target.config, target.params, layers, kind)
+    key = wider_key(tmp_path, asked)
+    assert key == whole.key
+    cache = build_cache(tmp_path, key, target.config, target.params, some_samples(3), layer_ids=layers)
+    assert cache.read_key == asked
+    for sample in some_samples(3):
+        all_of_it, some = (one.read(one.number(sample.id)) for one in (whole, cache))
+        columns = [LAYERS.index(layer) for layer in layers]
+        for got, had in zip(jax.tree.leaves(some.features), jax.tree.leaves(all_of_it.features), strict=True):
+            parts = np.split(had, len(LAYERS), axis=1)
+            np.testing.assert_array_equal(got, np.concatenate([had[:, :0], *(parts[i] for i in columns)], axis=1))
+        jax.tree.map(np.testing.assert_array_equal, some.final, all_of_it.final)
+        put_rows(empty_states(cache.read_key, (1, 24)), 0, 0, some, len(sample.input_ids))
+    assert wider_key(tmp_path, replace(asked, layer_ids=(0,))).layer_ids == (0,)  # not in there
+    assert wider_key(tmp_path / "none", asked) == asked
 
 
 def test_states_of_a_step_may_be_padded_and_on_the_device(tmp_path: Path) -> None:

@@ -56,22 +56,21 @@ def simulate(
     costs=None,
     past=None,
     own_seeds=False,
-    series=11,
+    series=(11,),
 ):
-    """Tokens `[REQUESTS, LENGTH]` and verified counts of requests that cycle through `settings`."""
+    """Tokens `[REQUESTS, LENGTH]` and counts of requests that cycle through `settings`; of each series of keys."""
     program = Program(TARGET.config, drafter and drafter.config, schedule, mode, (), jnp.float32)
     params = bind(drafter.params, TARGET.params["embed"], TARGET.params["head"]) if drafter else {}
     columns = [jnp.asarray(np.resize(column, REQUESTS)) for column in zip(*settings, strict=True)]
-    keys = jnp.asarray([raw_key(series << 32 | i, own_seeds) for i in range(REQUESTS)], jnp.uint32)
     dtypes = (jnp.float32, jnp.float32, jnp.int32, jnp.float32)
-    sampling = Sampling(*(c.astype(d) for c, d in zip(columns, dtypes, strict=True)), keys)
+    columns = [c.astype(d) for c, d in zip(columns, dtypes, strict=True)]
     full = lambda value: jnp.full(REQUESTS, value, jnp.int32)  # noqa: E731
     ids = jnp.tile(jnp.asarray(PROMPT, jnp.int32), (REQUESTS, 1))
     limit = LENGTH + 5  # room for whole blocks
-    new = NewRequests(ids, full(len(PROMPT)), jnp.arange(REQUESTS), full(limit), sampling)
 
     @jax.jit  # a fresh program each time, so that patched rules are traced
-    def whole():
+    def whole(keys):
+        new = NewRequests(ids, full(len(PROMPT)), jnp.arange(REQUESTS), full(limit), Sampling(*columns, keys))
         state = init_state(program, REQUESTS, 24, confidence)
         ready = prefill(TARGET.params, params, new, program=program)
         state = admit(state, new, ready, program=program)
@@ -81,7 +80,9 @@ def simulate(
         state, _ = run_rounds(TARGET.params, params, state, most, until_free, costs, program=program, buckets=sizes)
         return state.tokens, state.counters
 
-    tokens, counters = jax.device_get(whole())
+    keys = ([raw_key(one << 32 | i, own_seeds) for i in range(REQUESTS)] for one in series)
+    runs = jax.device_get([whole(jnp.asarray(each, jnp.uint32)) for each in keys])
+    tokens, counters = jax.tree.map(lambda *parts: np.concatenate(parts), *runs)
     return tokens[:, :LENGTH], counters
 
 

@@ -14,10 +14,13 @@ from dspark_jax.decoding.sampling import (
     DRAW_ACCEPT,
     DRAW_DRAFT,
     DRAW_TARGET,
+    MODES,
     Sampling,
     SamplingParams,
     best_token,
     categorical,
+    choose,
+    choose_as_needed,
     distribution,
     filter_probs,
     uniforms,
@@ -154,3 +157,20 @@ def test_mode_is_the_cheapest_that_serves() -> None:
     assert {SamplingParams(temperature=1, **x).mode for x in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1})} == {
         "filtered"
     }
+
+
+def test_one_program_chooses_as_each_mode_does() -> None:
+    """The cheapest mode that serves all rows; filters of greedy rows ask for nothing."""
+    rng = np.random.default_rng(0)
+    logits, position = jnp.asarray(rng.normal(size=(VOCAB, 64)) * 2, jnp.float32), jnp.arange(64)
+    keys = jnp.asarray(rng.integers(0, 2**32, (64, 2)), jnp.uint32)
+    greedy, plain, filtered = (0.0, 0.5, 2, 0.1), (0.8, 1.0, 0, 0.0), (1.2, 0.7, 3, 0.05)
+    needed, as_mode = jax.jit(choose_as_needed), jax.jit(choose, static_argnames="mode")
+    for kinds, mode in (([greedy], "greedy"), ([greedy, plain], "plain"), ([greedy, plain, filtered], "filtered")):
+        columns = (np.resize(column, 64) for column in zip(*kinds, strict=True))
+        dtypes = (jnp.float32, jnp.float32, jnp.int32, jnp.float32)
+        sampling = Sampling(*(jnp.asarray(c, d) for c, d in zip(columns, dtypes, strict=True)), keys)
+        found = {each: as_mode(logits, sampling, position, mode=each) for each in MODES}
+        np.testing.assert_array_equal(needed(logits, sampling, position), found[mode])
+    assert len({tuple(x.tolist()) for x in found.values()}) == 3  # else this says nothing
+    assert needed._cache_size() == 1

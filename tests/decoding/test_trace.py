@@ -13,7 +13,7 @@ from dspark_jax.decoding.requests import Request
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.decoding.trace import RoundTrace
 from dspark_jax.models import transformer
-from tests.decoding.test_engine import PROMPTS, generator
+from tests.decoding.test_engine import PROMPTS, compiled, generator
 from tests.decoding.test_lossless import TARGET
 from tests.decoding.tiny import BLOCK, tiny_drafter
 
@@ -114,17 +114,27 @@ def test_log_probabilities_are_the_targets(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_plain_requests_among_speculative_ones(schedule: str) -> None:
-    """They verify nothing and give the same tokens; with nobody else there, nothing is drafted at all."""
+    """They draft and verify nothing and give the same tokens, by the programs that all share; with nobody else there,
+    nothing is drafted at all."""
     mixed = [request(i, speculative=i % 2 == 0, temperature=i % 3 / 2, seed=i) for i in range(6)]
-    events, batch = run(generator(schedule=schedule, **TRACED), mixed)
+    maker = generator(schedule=schedule, **TRACED)
+    maker.warm_up(mixed)
+    before = compiled()
+    events, batch = run(maker, mixed)
+    assert compiled() == before
     expected = plain_tokens(mixed)
     for one in mixed:
         done = events[one.id][-1].completion
         assert done is not None
         if not one.speculative or one.sampling.temperature == 0:
             assert done.token_ids == expected[one.id]
+        rounds = rounds_of(events[one.id])
         if not one.speculative:
-            assert done.verified == done.accepted == 0 and done.rounds == len(done.token_ids) - 1
+            assert done.drafted == done.verified == done.accepted == 0 and done.rounds == len(done.token_ids) - 1
+            assert all(r.drafts == r.confidence == () and r.origin(0) == "plain" for r in rounds)
+        else:
+            assert done.drafted == sum(len(r.drafts) for r in rounds) > 0
+            assert all(len(r.drafts) == len(r.confidence) for r in rounds)
     assert batch.statistics.drafted_rounds
     alone = [request(i, speculative=False) for i in range(3)]
     events, batch = run(generator(schedule=schedule, **TRACED), alone)
@@ -169,7 +179,26 @@ def test_log_probabilities_that_are_not_recorded_are_refused() -> None:
         generator().check(request(0, logprobs=0))
     with pytest.raises(ValueError, match=r"logprobs 4: must lie in 0\.\.3"):
         generator(**TRACED).check(request(0, logprobs=4))
+    with pytest.raises(ValueError, match="logprobs 0: this generator records none"):
+        generator(**TRACED | {"top_logprobs": None}).check(request(0, logprobs=0))
     with pytest.raises(ValueError, match="trace_rounds -1"):
         generator(trace_rounds=-1)
     with pytest.raises(ValueError, match="top_logprobs 99"):
         generator(trace_rounds=1, top_logprobs=99)
+
+
+def test_listeners_of_rounds_hear_all_of_them_without_scores() -> None:
+    """A generator that records no log-probabilities; its programs hold none."""
+    maker, heard = generator(**TRACED | {"top_logprobs": None}), dict[str, list[RoundTrace]]()
+    requests = [request(0, logprobs=None), request(6, logprobs=None)]
+
+    def hear(name: str, rounds: tuple[RoundTrace, ...]) -> None:
+        heard.setdefault(name, []).extend(rounds)
+
+    done = {one.id: one.token_ids for one in maker.stream(requests, "greedy", on_rounds=hear)}
+    assert done == {name: [t for one in rounds for t in one.tokens] for name, rounds in heard.items()}
+    assert all(one.logprobs == () for rounds in heard.values() for one in rounds)
+    batch = Batch(maker)
+    assert batch.empty_state(1).trace.scores == ()
+    events, _ = run(generator(**TRACED), requests)
+    assert {name: rounds_of(own) for name, own in events.items()} == heard

@@ -13,7 +13,9 @@ from dspark_jax.decoding.batching import Batch
 from dspark_jax.decoding.generate import Generator, Request
 from dspark_jax.decoding.requests import mode_of
 from dspark_jax.decoding.sampling import SamplingParams
-from dspark_jax.evaluation.forced import Text, forced_rounds
+from dspark_jax.evaluation import reading
+from dspark_jax.evaluation.forced import forced_rounds
+from dspark_jax.evaluation.reading import Reader, Text
 from tests.decoding.tiny import VOCAB, other_drafter, tiny_drafter, tiny_target
 
 STOPS = (3,)
@@ -124,6 +126,31 @@ def test_rounds_do_not_depend_on_what_follows():
     count = len(made["7"].accepted) - 1  # the last one may be cut
     assert made["7"].accepted[:count] == made["12"].accepted[:count]
     assert sum(made["7"].accepted) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_shared_reader_reads_once_and_changes_nothing(monkeypatch, temperature):
+    target, drafters = tiny_target(), {"dspark": tiny_drafter(), "ngram": other_drafter("ngram")}
+    rng = np.random.default_rng(0)
+    sampling = SamplingParams(temperature, max_tokens=12)
+    texts = [Text(str(i), (1, 2), tuple(rng.integers(0, VOCAB, 9 + i).tolist()), sampling, False, i) for i in range(5)]
+    alone = {name: list(forced_rounds(target, drafter, texts, batch_size=3)) for name, drafter in drafters.items()}
+    counts: Counter[str] = Counter()
+    run = reading._read
+
+    def counted(*args: Any, **options: Any) -> Any:
+        counts["reads"] += 1
+        return run(*args, **options)
+
+    monkeypatch.setattr(reading, "_read", counted)
+    reader = Reader(target, (0, 1))
+    for name, drafter in drafters.items():
+        made = forced_rounds(target, drafter, texts, batch_size=3, reader=reader)
+        assert list(made) == alone[name]
+    assert counts["reads"] == 2  # groups of texts
+    full = Reader(target, (0, 1), keep_bytes=1)
+    assert [list(forced_rounds(target, drafters["dspark"], texts, batch_size=3, reader=full)) for _ in range(2)]
+    assert counts["reads"] == 6
 
 
 def test_a_text_of_one_token_has_no_rounds():

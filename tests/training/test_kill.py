@@ -12,7 +12,7 @@ import pytest
 
 from tests.training.tiny_run import Job, metrics_of
 
-FIELDS: dict[str, Any] = {"steps": 120, "checkpoint_every": 4, "log_every": 3, "lr": 1e-3}
+FIELDS: dict[str, Any] = {"steps": 96, "checkpoint_every": 4, "log_every": 3, "lr": 1e-3}
 
 
 def finish(folder: Path, output: str, **fields: Any) -> None:
@@ -46,7 +46,7 @@ def wait_for(moment: str, job: Job, chance: random.Random) -> None:
 
 def test_ten_kills_leave_no_trace(folder: Path) -> None:
     chance = random.Random(4)
-    moments = ["start", "save", "update", "save", "update", "save", "start", "update", "save", "update"]
+    moments = ["start", "save", "update"] * 3 + ["start"]
     chance.shuffle(moments)
     for moment in moments:
         with Job(folder, "killed", **FIELDS) as job:
@@ -60,15 +60,15 @@ def test_ten_kills_leave_no_trace(folder: Path) -> None:
         weights = [(folder / output / name / "model.safetensors").read_bytes() for output in ("killed", "whole")]
         assert weights[0] == weights[1]
     left = [sorted(path.name for path in (folder / output / "checkpoints").iterdir()) for output in ("killed", "whole")]
-    assert left[0] == left[1] == ["116", "120"]
+    assert left[0] == left[1] == ["92", "96"]
 
 
 def test_killed_and_moved_to_another_mesh(folder: Path) -> None:
     with Job(folder, "moved", **FIELDS) as job:
-        while job.running and not (job.folder / "checkpoints" / "80").exists():
+        while job.running and not (job.folder / "checkpoints" / "48").exists():
             time.sleep(0.001)
         assert job.running
-    assert len(metrics_of(folder, "moved")) < 40
+    assert len(metrics_of(folder, "moved")) < len(metrics_of(folder, "whole"))
     finish(folder, "moved", devices=8, mesh=[2, 2, 2])
     for moved, still in zip(metrics_of(folder, "moved"), metrics_of(folder, "whole"), strict=True):
         assert moved.keys() == still.keys()

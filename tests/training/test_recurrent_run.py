@@ -58,3 +58,13 @@ def test_a_run_trains_exports_and_decodes(tmp_path: Path, fields: dict[str, Any]
 def test_settings_that_do_not_fit_the_kind_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         prepare(settings(tmp_path, fields))
+
+
+def test_one_cache_serves_drafters_that_read_fewer_layers(tmp_path: Path) -> None:
+    short: dict[str, Any] = {"steps": 2, "eval_samples": 0}
+    train(settings(tmp_path, EAGLE, output="wide", **short))
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+    shared = train(settings(tmp_path, MTP, output="shared", **short))
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == stamps
+    own = train(settings(tmp_path, MTP, output="own", cache=str(tmp_path / "own"), **short))
+    np.testing.assert_array_equal(shared.best["norm"], own.best["norm"])

@@ -42,7 +42,7 @@ SHAPES = {
     "eagle3": DrafterSettings(kind="eagle3", block_size=3, target_layer_ids=(0, 2), draft_vocab_size=64),
     "mtp": DrafterSettings(kind="mtp", block_size=1),
 }
-MESHES = [((2, 1, 1), 1), ((1, 2, 2), 1), ((2, 2, 2), 1), ((1, 1, 1), 2), ((1, 2, 2), 4)]  # and micro-batches
+MESHES = [((2, 2, 2), 1), ((1, 1, 1), 2), ((1, 2, 2), 4)]  # and micro-batches
 D2T = np.arange(0, 192, 3, dtype=np.int32) - np.arange(64, dtype=np.int32)
 ROWS, LENGTH = 8, 32
 

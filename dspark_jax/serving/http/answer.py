@@ -8,7 +8,7 @@ are the answer's text.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from dspark_jax.checkpoints.tokenizer import Tokenizer
 from dspark_jax.decoding.batching import Event
@@ -70,8 +70,7 @@ class AnswerText:
 
     Args:
         stop: texts that end it and are no part of it. stop_ids: the model's tokens that end it; the engine heeds them.
-        more_stop_ids: further ones, which nobody but this class knows. detailed: tell of rounds. speculative: False: it
-            is decoded plainly, and drafts that its neighbours in the batch had made for it too are not told of.
+        more_stop_ids: further ones, which nobody but this class knows. detailed: tell of rounds.
 
     Attributes:
         finish_reason: None while it grows; then "stop", "length" or "cancelled".
@@ -85,12 +84,11 @@ class AnswerText:
         stop_ids: Iterable[int] = (),
         more_stop_ids: Iterable[int] = (),
         detailed: bool = False,
-        speculative: bool = True,
     ) -> None:
         self._more_stop_ids = frozenset(more_stop_ids)
         self._stop_ids = self._more_stop_ids | frozenset(stop_ids)
         self._stream = TextStream(tokenizer, stop, tuple(self._stop_ids))
-        self._detailed, self._speculative = detailed, speculative
+        self._detailed = detailed
         self._seen = 0  # characters that are known
         self._pending: list[Round] = []
         self.finish_reason: str | None = None
@@ -131,7 +129,7 @@ class AnswerText:
     def _push_rounds(self, event: Event, count: int) -> None:
         """The first `count` tokens of an event."""
         for trace in event.rounds:
-            one = Round(trace if self._speculative else replace(trace, drafts=(), confidence=()))
+            one = Round(trace)
             self._pending.append(one)
             for i, token in enumerate(trace.tokens[:count]):
                 if self._stream.stopped:

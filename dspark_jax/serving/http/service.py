@@ -163,7 +163,7 @@ class Choice:
         service, ask = exchange.service, exchange.ask
         self.index, self.request = index, request
         tokenizer, stop_ids = service.tokenizer, service.engine.generator.stop_ids or ()
-        self.text = AnswerText(tokenizer, ask.stop, stop_ids, ask.stop_ids, ask.detailed, request.speculative)
+        self.text = AnswerText(tokenizer, ask.stop, stop_ids, ask.stop_ids, ask.detailed)
         self.first: float | None = None
         self.last: float | None = None
         self._exchange, self._service = exchange, service

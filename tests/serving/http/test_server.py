@@ -155,10 +155,10 @@ def test_a_signal_lets_running_requests_end(models_flags, number, tmp_path):
 
 
 def test_the_program_warms_up_and_ends_at_once_when_idle(models_flags):
-    with program(models_flags) as (process, url, log):
+    with program(models_flags, "--warm-up-tokens", "20") as (process, url, log):
         with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
             model = client.models.list().data[0].id
             assert client.completions.create(model=model, prompt="a", max_tokens=3).usage.completion_tokens <= 3
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-    assert "compiling for texts of up to 64 tokens" in "".join(log)
+    assert "compiling for texts of up to 20 tokens" in "".join(log)

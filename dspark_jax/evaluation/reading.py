@@ -1,0 +1,140 @@
+"""What the target says of texts that are given: hidden states and the probabilities of their tokens, in one pass.
+
+`Reader` keeps them on the host for the next drafter: a token takes (m + 1) D + 1 numbers. Letters: R texts side by
+side, T padded tokens of one, m captured layers, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.decoding.sampling import Mode, Sampling, SamplingParams, distribution
+from dspark_jax.decoding.state import mask_padding
+from dspark_jax.models import transformer
+from dspark_jax.models.config import TransformerConfig
+
+Array = jax.Array
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Text:
+    """An answer of plain decoding.
+
+    Attributes:
+        token_ids: the answer, a stop token included. sampling: what it was drawn with, its limit `max_tokens` too.
+        stopped: whether its last token is a stop token. stream: names the random numbers (63 bits).
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stopped: bool
+    stream: int
+
+
+class Read(NamedTuple):
+    """What the target says of R texts.
+
+    Attributes:
+        final: float32 `[R, T, D]`, final-normed states. features: float32 `[R, T, m D]`, of the captured layers.
+        probs: float32 `[R, T]`, p_t of the next token (1 where all is greedy).
+    """
+
+    final: Any
+    features: Any
+    probs: Any
+
+
+class Reader:
+    """Reads texts with a target, each once as far as there is room to keep it."""
+
+    def __init__(self, target: Any, layer_ids: Sequence[int], keep_bytes: int = 4 << 30) -> None:
+        """
+        Args:
+            target: as `Generator`'s. layer_ids: layers that any of the drafters reads.
+            keep_bytes: kept on the host at most.
+        """
+        self._target, self._layers = target, tuple(sorted(set(layer_ids)))
+        self._left = keep_bytes
+        self._kept: dict[tuple[tuple[int, ...], tuple[int, ...], SamplingParams], Read] = {}
+
+    def read(
+        self, texts: Sequence[Text], ids: np.ndarray, sampling: Sampling, mode: Mode, layer_ids: Sequence[int]
+    ) -> Read:
+        """The states of R rows.
+
+        Args:
+            texts: those of the first rows. ids: int32 `[R, T]`. sampling, mode: of the R rows.
+            layer_ids: layers whose states are wanted, of those that are read.
+        """
+        keys = [(text.prompt_ids, text.token_ids, text.sampling) for text in texts]
+        if all(key in self._kept for key in keys):
+            made = self._together([self._kept[key] for key in keys], ids.shape)
+        else:
+            config = self._target.config
+            made = _read(self._target.params, ids, sampling, config=config, layers=self._layers, mode=mode)
+            self._keep(keys, made)
+        columns = [self._layers.index(layer) for layer in layer_ids]
+        if columns != list(range(len(self._layers))):
+            apart = made.features.reshape(*made.features.shape[:2], len(self._layers), -1)
+            made = made._replace(features=apart[:, :, columns].reshape(*apart.shape[:2], -1))
+        return made
+
+    def _keep(self, keys: Sequence[Any], made: Read) -> None:
+        if self._left <= 0:
+            return
+        host = jax.device_get(made)
+        for row, key in enumerate(keys):
+            length = len(key[0]) + len(key[1])
+            one = Read(*(array[row, :length].copy() for array in host))
+            size = sum(array.nbytes for array in one)
+            if key not in self._kept and size <= self._left:
+                self._kept[key] = one
+                self._left -= size
+
+    @staticmethod
+    def _together(parts: Sequence[Read], shape: tuple[int, ...]) -> Read:
+        """Rows of R texts out of what was kept; further ones stay zero."""
+
+        def join(*arrays: np.ndarray) -> np.ndarray:
+            joined = np.zeros((*shape, *arrays[0].shape[1:]), np.float32)
+            for row, array in zip(joined, arrays, strict=False):
+                row[: len(array)] = array
+            return joined
+
+        return jax.tree.map(join, *parts)
+
+
+@partial(jax.jit, static_argnames=("config", "layers", "mode"))
+def _read(
+    params: Params, ids: Array, sampling: Sampling, *, config: TransformerConfig, layers: tuple[int, ...], mode: Mode
+) -> Read:
+    requests, length = ids.shape
+    hidden = transformer.forward(params, config, ids, layers)
+    final, features = (x.T.reshape(requests, length, -1).astype(jnp.float32) for x in hidden)
+    following = jnp.pad(ids[:, 1:], ((0, 0), (0, 1)))
+
+    def one(
+        text: tuple[Array, Array, Sampling],
+    ) -> Array:  # a text at a time: the vocabulary's size is never there for all
+        states, wanted, settings = text
+        rows = Sampling(*(jnp.repeat(x[None], length, axis=0) for x in settings))
+        probs = distribution(target_logits(params, states.T, config), rows, mode)  # [V, T]
+        return jnp.take_along_axis(probs, wanted[None], axis=0)[0]
+
+    probs = jnp.ones((requests, length)) if mode == "greedy" else jax.lax.map(one, (final, following, sampling))
+    return Read(final, features, probs)
+
+
+def target_logits(params: Params, final: Array, config: TransformerConfig) -> Array:
+    """The target's logits of final states `[D, B]`, float32 `[V, B]`; padding rows of the vocabulary are impossible."""
+    return mask_padding(transformer.logits(params, final, config.final_softcap), config)
