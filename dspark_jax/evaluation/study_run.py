@@ -33,6 +33,7 @@ from dspark_jax.evaluation import store
 from dspark_jax.evaluation.answering import PLAIN, Answerer, Protocol, System
 from dspark_jax.evaluation.benchmarks import Benchmark
 from dspark_jax.evaluation.outcomes import Outcome
+from dspark_jax.evaluation.reading import Reader
 from dspark_jax.evaluation.studies import NGRAM, Changes, Variant, changed
 from dspark_jax.models.config import TransformerConfig
 from dspark_jax.training import trainer
@@ -136,6 +137,11 @@ class Lab:
         """What drafters are trained on."""
         return read_samples(self.base)[0]
 
+    @cached_property
+    def reader(self) -> Reader:
+        """What the target says of its answers, for all drafters that are forced along them."""
+        return Reader(self.target, self.base.drafter.target_layer_ids)
+
     @property
     def dtype(self) -> str:
         """Name of the dtype of the products."""
@@ -163,11 +169,13 @@ class Lab:
     def settings(self, changes: Changes) -> TrainSettings:
         """The training run of a variant, without its output.
 
-        Hidden states of other layers or of another kind than the base's have a folder beside its cache.
+        Hidden states of other layers or of another kind than the base's have a folder beside its cache; those of fewer
+        layers are in it (a cache that is filled by training steps has all that they read, and no more).
         """
         settings = changed(self.base, changes)
-        ids = settings.drafter.target_layer_ids
-        parts = [] if ids == self.base.drafter.target_layer_ids else ["-".join(map(str, ids)) or "final"]
+        ids, here = settings.drafter.target_layer_ids, self.base.drafter.target_layer_ids
+        shared = ids == here or (settings.states == "cache" and set(ids) < set(here))
+        parts = [] if shared else ["-".join(map(str, ids)) or "final"]
         parts += [] if self._kind(settings) == self._kind(self.base) else [self._kind(settings)]
         return replace(settings, cache="-".join([settings.cache, *parts]))
 
@@ -245,8 +253,9 @@ class Lab:
         return {"states": self._kind(settings), **took}
 
     def forget(self) -> None:
-        """Drops the target and all compiled programs: a process has room for a limited number of them."""
-        self.__dict__.pop("target", None)
+        """Drops the target, what it said, and all compiled programs: a process has room for a limited number of them."""
+        for name in ("target", "reader"):
+            self.__dict__.pop(name, None)
         jax.clear_caches()
         gc.collect()
 
@@ -297,7 +306,9 @@ class Lab:
         with store.OutcomeStore(folder, about) as kept:
             if not wanted <= set(kept.done):
                 logger.info("answers of %s at temperature %g", system.name, protocol.temperature)
-                Answerer(self.target, system, protocol).answer(conversations, kept.keep, plain | kept.done)
+                reader = self.reader if protocol.method == "forced" else None
+                answerer = Answerer(self.target, system, protocol, reader=reader)
+                answerer.answer(conversations, kept.keep, plain | kept.done)
             return [kept.done[name] for name in sorted(wanted & set(kept.done))]
 
     def _about(self, system: System, benchmarks: Sequence[Benchmark], protocol: Protocol) -> dict[str, Any]:
