@@ -253,7 +253,7 @@ class Lab:
         return {"states": self._kind(settings), **took}
 
     def forget(self) -> None:
-        """Drops the target, what it said, and all compiled programs: a process has room for a limited number of them."""
+        """Drops the target, what it said, and all compiled programs, of which a process holds so many only."""
         for name in ("target", "reader"):
             self.__dict__.pop(name, None)
         jax.clear_caches()
