@@ -159,7 +159,7 @@ def test_a_signal_stops_the_study_and_keeps_what_was_trained(
     lab: Lab, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer returns early when it is asked to stop: that is no finished drafter."""
-    train, stopped = trainer.train, Lab(replace(lab.base, seed=5), tmp_path)
+    train, stopped = trainer.train, Lab(replace(lab.base, seed=5, eval_samples=0), tmp_path)
 
     def half(settings: TrainSettings) -> Any:
         return train(replace(settings, steps=2))
@@ -250,7 +250,7 @@ class Job:
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[str]]]:
     """A folder with a study that was killed at several places, and one that was not; what the former said."""
-    folder = write_study(tmp_path_factory.mktemp("killed"), steps=60, checkpoint_every=10, log_every=5)
+    folder = write_study(tmp_path_factory.mktemp("killed"), steps=60, checkpoint_every=10, log_every=5, eval_samples=0)
     with Job(folder, "whole") as job:
         job.finish()
     output = folder / "killed"
