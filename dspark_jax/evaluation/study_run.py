@@ -33,6 +33,7 @@ from dspark_jax.evaluation import store
 from dspark_jax.evaluation.answering import PLAIN, Answerer, Protocol, System
 from dspark_jax.evaluation.benchmarks import Benchmark
 from dspark_jax.evaluation.outcomes import Outcome
+from dspark_jax.evaluation.reading import Reader
 from dspark_jax.evaluation.studies import NGRAM, Changes, Variant, changed
 from dspark_jax.models.config import TransformerConfig
 from dspark_jax.training import trainer
@@ -163,11 +164,11 @@ class Lab:
     def settings(self, changes: Changes) -> TrainSettings:
         """The training run of a variant, without its output.
 
-        Hidden states of other layers or of another kind than the base's have a folder beside its cache.
+        Hidden states of further layers or of another kind than the base's have a folder beside its cache.
         """
         settings = changed(self.base, changes)
         ids = settings.drafter.target_layer_ids
-        parts = [] if ids == self.base.drafter.target_layer_ids else ["-".join(map(str, ids)) or "final"]
+        parts = [] if set(ids) <= set(self.base.drafter.target_layer_ids) else ["-".join(map(str, ids)) or "final"]
         parts += [] if self._kind(settings) == self._kind(self.base) else [self._kind(settings)]
         return replace(settings, cache="-".join([settings.cache, *parts]))
 
@@ -244,9 +245,22 @@ class Lab:
         took = {"bytes_per_token": cache_key.token_bytes(key), "bytes": cache_key.estimate_bytes(key, self.samples)}
         return {"states": self._kind(settings), **took}
 
+    @cached_property
+    def reader(self) -> Reader:
+        """What the target says of answers, for all drafters that read no other layers than the base's."""
+        return Reader(self.target, self.base.drafter.target_layer_ids)
+
+    def _reader_for(self, system: System) -> Reader | None:
+        if system.drafter is None or not set(system.drafter.config.target_layer_ids) <= set(self.reader.layer_ids):
+            return None
+        self.reader.target = self.target
+        return self.reader
+
     def forget(self) -> None:
         """Drops the target and all compiled programs: a process has room for a limited number of them."""
         self.__dict__.pop("target", None)
+        if "reader" in self.__dict__:
+            self.reader.target = None  # what it has read stays
         jax.clear_caches()
         gc.collect()
 
@@ -297,7 +311,10 @@ class Lab:
         with store.OutcomeStore(folder, about) as kept:
             if not wanted <= set(kept.done):
                 logger.info("answers of %s at temperature %g", system.name, protocol.temperature)
-                Answerer(self.target, system, protocol).answer(conversations, kept.keep, plain | kept.done)
+                reader = self._reader_for(system)
+                Answerer(self.target, system, protocol, reader=reader).answer(
+                    conversations, kept.keep, plain | kept.done
+                )
             return [kept.done[name] for name in sorted(wanted & set(kept.done))]
 
     def _about(self, system: System, benchmarks: Sequence[Benchmark], protocol: Protocol) -> dict[str, Any]:
