@@ -137,6 +137,11 @@ class Lab:
         """What drafters are trained on."""
         return read_samples(self.base)[0]
 
+    @cached_property
+    def reader(self) -> Reader:
+        """What the target says of its answers, for all drafters that are forced along them."""
+        return Reader(self.target, self.base.drafter.target_layer_ids)
+
     @property
     def dtype(self) -> str:
         """Name of the dtype of the products."""
@@ -164,11 +169,13 @@ class Lab:
     def settings(self, changes: Changes) -> TrainSettings:
         """The training run of a variant, without its output.
 
-        Hidden states of further layers or of another kind than the base's have a folder beside its cache.
+        Hidden states of other layers or of another kind than the base's have a folder beside its cache; those of fewer
+        layers are in it (a cache that is filled by training steps has all that they read, and no more).
         """
         settings = changed(self.base, changes)
-        ids = settings.drafter.target_layer_ids
-        parts = [] if set(ids) <= set(self.base.drafter.target_layer_ids) else ["-".join(map(str, ids)) or "final"]
+        ids, here = settings.drafter.target_layer_ids, self.base.drafter.target_layer_ids
+        shared = ids == here or (settings.states == "cache" and set(ids) < set(here))
+        parts = [] if shared else ["-".join(map(str, ids)) or "final"]
         parts += [] if self._kind(settings) == self._kind(self.base) else [self._kind(settings)]
         return replace(settings, cache="-".join([settings.cache, *parts]))
 
@@ -245,22 +252,11 @@ class Lab:
         took = {"bytes_per_token": cache_key.token_bytes(key), "bytes": cache_key.estimate_bytes(key, self.samples)}
         return {"states": self._kind(settings), **took}
 
-    @cached_property
-    def reader(self) -> Reader:
-        """What the target says of answers, for all drafters that read no other layers than the base's."""
-        return Reader(self.target, self.base.drafter.target_layer_ids)
-
-    def _reader_for(self, system: System) -> Reader | None:
-        if system.drafter is None or not set(system.drafter.config.target_layer_ids) <= set(self.reader.layer_ids):
-            return None
-        self.reader.target = self.target
-        return self.reader
-
     def forget(self) -> None:
-        """Drops the target and all compiled programs: a process has room for a limited number of them."""
+        """Drops the target and all compiled programs, of which a process holds so many only; what it said stays."""
         self.__dict__.pop("target", None)
         if "reader" in self.__dict__:
-            self.reader.target = None  # what it has read stays
+            self.reader.target = None
         jax.clear_caches()
         gc.collect()
 
@@ -311,10 +307,11 @@ class Lab:
         with store.OutcomeStore(folder, about) as kept:
             if not wanted <= set(kept.done):
                 logger.info("answers of %s at temperature %g", system.name, protocol.temperature)
-                reader = self._reader_for(system)
-                Answerer(self.target, system, protocol, reader=reader).answer(
-                    conversations, kept.keep, plain | kept.done
-                )
+                reader = self.reader if protocol.method == "forced" else None
+                if reader is not None:
+                    reader.target = self.target
+                answerer = Answerer(self.target, system, protocol, reader=reader)
+                answerer.answer(conversations, kept.keep, plain | kept.done)
             return [kept.done[name] for name in sorted(wanted & set(kept.done))]
 
     def _about(self, system: System, benchmarks: Sequence[Benchmark], protocol: Protocol) -> dict[str, Any]:

@@ -215,7 +215,7 @@ def test_a_study_trains_answers_and_reports(done: tuple[Path, str]) -> None:
 def test_made_again_it_is_the_same_report(done: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, report = done
 
-    def never(*arguments: Any) -> None:
+    def never(*arguments: Any, **more: Any) -> None:
         raise AssertionError("made again")
 
     monkeypatch.setattr(trainer, "train", never)
