@@ -13,6 +13,7 @@ from dspark_jax.evaluation.scores import Estimate, Scores
 
 _COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive")
 _GREY = "0.55"  # of the baseline
+_FEW = 30  # rounds that must have reached a position for it to be drawn
 
 
 def colours(scores: Scores, baseline: str = "plain") -> dict[str, str]:
@@ -76,14 +77,18 @@ def _accepted(path: Path, scores: Scores) -> None:
 
 
 def _positions(path: Path, scores: Scores) -> None:
-    """Acceptance by position given the prefix: a panel for each domain, a curve with its interval for each system."""
+    """Acceptance by position given the prefix: a panel for each domain, a curve with its interval for each system.
+
+    Positions that hardly a round reached are left out; tables have them.
+    """
     domains = scores.domains if len(scores.domains) > 2 else scores.domains[-1:]
     longest = max(len(row[column].positions) for row in scores.by_domain.values() for column in row)
     figure, axes = _figure(3.0 * len(domains) + 0.8, 3.6, len(domains))
     for axis, column in zip(axes, domains, strict=True):
         for system in scores.systems:
-            found = scores.by_domain[system][column.name].positions
-            shown = [(k, e) for k, e in enumerate(found, start=1) if e.value is not None]
+            score = scores.by_domain[system][column.name]
+            found = zip(score.positions, score.reached, strict=True)
+            shown = [(k, e) for k, (e, count) in enumerate(found, start=1) if count >= _FEW]
             if not shown:
                 continue
             x, colour = [k for k, _ in shown], colours(scores)[system]

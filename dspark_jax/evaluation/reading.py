@@ -55,15 +55,19 @@ class Read(NamedTuple):
 
 
 class Reader:
-    """Reads texts with a target, each once as far as there is room to keep it."""
+    """Reads texts with a target, each once as far as there is room to keep it.
+
+    Attributes:
+        target: as `Generator`'s; may be taken away while nothing is read. layer_ids: layers that are read.
+    """
 
     def __init__(self, target: Any, layer_ids: Sequence[int], keep_bytes: int = 4 << 30) -> None:
         """
         Args:
-            target: as `Generator`'s. layer_ids: layers that any of the drafters reads.
+            target: as `Generator`'s. layer_ids: layers that any of the drafters reads, in any order.
             keep_bytes: kept on the host at most.
         """
-        self._target, self._layers = target, tuple(sorted(set(layer_ids)))
+        self.target, self.layer_ids = target, tuple(sorted(set(layer_ids)))
         self._left = keep_bytes
         self._kept: dict[tuple[tuple[int, ...], tuple[int, ...], SamplingParams], Read] = {}
 
@@ -80,12 +84,12 @@ class Reader:
         if all(key in self._kept for key in keys):
             made = self._together([self._kept[key] for key in keys], ids.shape)
         else:
-            config = self._target.config
-            made = _read(self._target.params, ids, sampling, config=config, layers=self._layers, mode=mode)
+            config = self.target.config
+            made = _read(self.target.params, ids, sampling, config=config, layers=self.layer_ids, mode=mode)
             self._keep(keys, made)
-        columns = [self._layers.index(layer) for layer in layer_ids]
-        if columns != list(range(len(self._layers))):
-            apart = made.features.reshape(*made.features.shape[:2], len(self._layers), -1)
+        columns = [self.layer_ids.index(layer) for layer in layer_ids]
+        if columns != list(range(len(self.layer_ids))):
+            apart = made.features.reshape(*made.features.shape[:2], len(self.layer_ids), -1)
             made = made._replace(features=apart[:, :, columns].reshape(*apart.shape[:2], -1))
         return made
 

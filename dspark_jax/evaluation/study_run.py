@@ -253,9 +253,10 @@ class Lab:
         return {"states": self._kind(settings), **took}
 
     def forget(self) -> None:
-        """Drops the target, what it said, and all compiled programs, of which a process holds so many only."""
-        for name in ("target", "reader"):
-            self.__dict__.pop(name, None)
+        """Drops the target and all compiled programs, of which a process holds so many only; what it said stays."""
+        self.__dict__.pop("target", None)
+        if "reader" in self.__dict__:
+            self.reader.target = None
         jax.clear_caches()
         gc.collect()
 
@@ -307,6 +308,8 @@ class Lab:
             if not wanted <= set(kept.done):
                 logger.info("answers of %s at temperature %g", system.name, protocol.temperature)
                 reader = self.reader if protocol.method == "forced" else None
+                if reader is not None:
+                    reader.target = self.target
                 answerer = Answerer(self.target, system, protocol, reader=reader)
                 answerer.answer(conversations, kept.keep, plain | kept.done)
             return [kept.done[name] for name in sorted(wanted & set(kept.done))]
