@@ -68,7 +68,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(schedule: str) -> None:
     """Data 2, tensor 4: greedy and seeded requests, prompts in chunks, slots that grow."""
     target, drafter = models()
     options: dict[str, Any] = {
-        "batch_size": 4, "slot_sizes": (2, 4), "schedule": schedule, "stop_ids": (), "prefill_chunk": 32,
+        "batch_size": 8, "slot_sizes": (2, 8), "schedule": schedule, "stop_ids": (), "prefill_chunk": 32,
     }  # fmt: skip
 
     def on(params: Any, mesh: Any) -> Any:
