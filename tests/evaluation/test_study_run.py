@@ -230,7 +230,7 @@ class Job:
         return self._log.read_text()
 
     def finish(self) -> None:
-        assert self.process.wait(600) == 0, self.log[-3000:]
+        assert self.process.wait(1500) == 0, self.log[-3000:]
 
     def kill_when(self, there: Callable[[], bool]) -> None:
         while not there():
