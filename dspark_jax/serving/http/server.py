@@ -105,15 +105,18 @@ class Server(uvicorn.Server):
             print(f"ready: http://{where}:{port} serves {self._service.serving.model}", flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal begins the end; a second one ends at once."""
+        """The first signal begins the end; a second one ends at once.
+
+        It may come while a line of the log is written, when another line would raise: the loop writes it.
+        """
         if self._loop is None or self._ending is not None:
             self.should_exit = self.force_exit = True
             return
-        logger.info("%s: running requests have %g s to end", signal.Signals(sig).name, self._drain_seconds)
-        self._loop.call_soon_threadsafe(self._begin_end)
+        self._loop.call_soon_threadsafe(self._begin_end, signal.Signals(sig).name)
 
-    def _begin_end(self) -> None:
+    def _begin_end(self, name: str) -> None:
         if self._ending is None:
+            logger.info("%s: running requests have %g s to end", name, self._drain_seconds)
             self._ending = asyncio.ensure_future(self._end())
 
     async def _end(self) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import openai
 import pytest
 
-from dspark_jax.serving.http.server import bind, model_name
+from dspark_jax.config import log_to_stderr
+from dspark_jax.serving.http.server import Server, bind, model_name
 from dspark_jax.serving.http.settings import HttpSettings, parse_address
 from dspark_jax.serving.main import main
 from dspark_jax.serving.offline import make_serving_generator, slot_sizes
@@ -112,6 +116,26 @@ def test_settings_reach_the_engine(models):
     assert generator.switchable and generator.seed == 5 and generator.drafter is models.drafter
 
 
+def test_a_signal_that_comes_amid_a_line_of_the_log_is_heard(service, monkeypatch):
+    """Writing another line then raises (`reentrant call`), so the handler must not."""
+    server, asked = Server(service, 1.0), []
+    server._loop = SimpleNamespace(call_soon_threadsafe=lambda *call: asked.append(call))
+
+    class Terminal(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            server.handle_exit(signal.SIGTERM, None)  # as the interpreter does between two writes
+            return len(data)
+
+    stream = io.TextIOWrapper(io.BufferedWriter(Terminal()), line_buffering=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with log_to_stderr():
+        logging.getLogger("dspark_jax").info("a line")
+    assert asked
+
+
 # --- the program ---
 
 
@@ -160,5 +184,5 @@ def test_the_program_warms_up_and_ends_at_once_when_idle(models_flags):
             model = client.models.list().data[0].id
             assert client.completions.create(model=model, prompt="a", max_tokens=3).usage.completion_tokens <= 3
         process.send_signal(signal.SIGTERM)
-        assert process.wait(150) == 0  # the engine alone may take 60 s to end its last rounds
+        assert process.wait(60) == 0
     assert "compiling for texts of up to 20 tokens" in "".join(log)
