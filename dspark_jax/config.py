@@ -84,6 +84,23 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, ensure_ascii=False, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
+def replace_json(path: Path, values: Mapping[str, Any]) -> None:
+    """`write_json` whole or not at all: a file that is there already stays until the new one is written."""
+    part = path.with_name(path.name + ".part")
+    write_json(part, values)
+    part.replace(path)
+
+
+def check_json(path: Path | None) -> None:
+    """Refuses a file for results that cannot be written; None is none.
+
+    Raises:
+        FileNotFoundError: a folder, or in one that does not exist.
+    """
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise FileNotFoundError(f"json {path}: must be a file in a folder that exists")
+
+
 def one_line(error: BaseException) -> str:
     """An error's message without line breaks."""
     return " ".join(str(error).split())

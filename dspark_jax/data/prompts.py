@@ -183,6 +183,19 @@ def jsonl_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | ValueError
             yield number, row if isinstance(row, dict) else ValueError(f"{type(row).__name__}, must be a JSON object")
 
 
+def hub_place(source: str, what: str) -> tuple[str, str, str]:
+    """NAME, CONFIG and SPLIT of hf:NAME[@CONFIG][:SPLIT]; '' where it does not say.
+
+    Raises:
+        ValueError: no name. `what`: what the message calls the source.
+    """
+    place, _, split = source.removeprefix(HUB_PREFIX).partition(":")
+    name, _, config = place.partition("@")
+    if not name:
+        raise ValueError(f"{what} {source!r}: must be hf:NAME, hf:NAME@CONFIG or either with :SPLIT")
+    return name, config, split
+
+
 def _hub_rows(name: str, config: str | None, split: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """(1-based row number, the prompt columns) of each row of a data set, streamed by the datasets library.
 
@@ -199,10 +212,7 @@ def _hub_rows(name: str, config: str | None, split: str) -> Iterator[tuple[int, 
 def _rows(source: str) -> tuple[str, tuple[str, ...], Iterator[tuple[int, Any]]]:
     """The stem for ids, the prompt fields to look for, and the numbered rows of a source."""
     if source.startswith(HUB_PREFIX):
-        place, _, split = source.removeprefix(HUB_PREFIX).partition(":")
-        name, _, config = place.partition("@")
-        if not name:
-            raise ValueError(f"source {source!r}: must be hf:NAME, hf:NAME@CONFIG or either with :SPLIT")
+        name, config, split = hub_place(source, "source")
         return Path(name).name, DATASET_COLUMNS, _hub_rows(name, config or None, split or "train")
     path = Path(source)
     if not path.is_file():

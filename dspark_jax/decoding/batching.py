@@ -21,7 +21,7 @@ from dspark_jax.decoding.placement import placed
 from dspark_jax.decoding.requests import Completion, Request, mode_of
 from dspark_jax.decoding.resize import with_capacity, with_slots
 from dspark_jax.decoding.rounds import Totals, run_rounds
-from dspark_jax.decoding.sampling import Mode, Sampling, raw_key
+from dspark_jax.decoding.sampling import Mode, raw_key, sampling_of
 from dspark_jax.decoding.state import DecodeState, Program, init_caches, init_state
 from dspark_jax.decoding.statistics import Statistics
 from dspark_jax.decoding.trace import RoundTrace, first_trace, round_traces
@@ -355,16 +355,7 @@ class Batch:
     ) -> NewRequests:
         """Device arrays of a group; `lengths`: of the whole prompts, where `size` is that of a chunk."""
         ids = _padded([w.request.prompt_ids[:size] for w in group], size)
-        settings = [w.request.sampling for w in group]
-        keys = _host((self._key(w) for w in group), np.uint32)
-        floats = lambda name: _host((getattr(s, name) for s in settings), np.float32)  # noqa: E731
-        sampling = Sampling(
-            floats("temperature"),
-            floats("top_p"),
-            _host(s.top_k for s in settings),
-            floats("min_p"),
-            keys,
-        )
+        sampling = sampling_of([w.request.sampling for w in group], map(self._key, group))
         counts = _host(lengths or (len(w.request.prompt_ids) for w in group))
         limits = _host(self.generator.limit(w.request) for w in group)
         speculative = _host((w.request.speculative for w in group), bool)

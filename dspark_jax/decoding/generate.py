@@ -22,7 +22,7 @@ from dspark_jax.decoding.curve import Curve
 from dspark_jax.decoding.placement import places
 from dspark_jax.decoding.requests import Completion, Request, mode_of
 from dspark_jax.decoding.sampling import Mode
-from dspark_jax.decoding.schedule import SCHEDULES, Schedule, buckets_for
+from dspark_jax.decoding.schedule import SCHEDULES, Schedule, buckets_for, check_confidence
 from dspark_jax.decoding.state import Program
 from dspark_jax.decoding.trace import RoundTrace, TraceShape
 from dspark_jax.drafters.interface import bind
@@ -100,8 +100,7 @@ class Generator:
         self.draft_params = {}
         if self.drafter is not None:
             self.drafter.config.check_target(self.target.config)
-            if self.schedule != "fixed" and not self.drafter.config.confidence:
-                raise ValueError(f"schedule {self.schedule}: this drafter has no confidence head; use fixed")
+            check_confidence(self.drafter.config, self.schedule)
             params = self.target.params
             with self.in_mesh():
                 self.draft_params = bind(self.drafter.params, params["embed"], head_weight(params))

@@ -6,12 +6,14 @@ draft's and the target's distributions, so a draft token is drawn from the very 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Array = jax.Array
 Mode = Literal["greedy", "plain", "filtered"]
@@ -85,6 +87,22 @@ class Sampling(NamedTuple):
     def rows(self, request: Array) -> Sampling:
         """The settings of each packed row."""
         return Sampling(*(jnp.take(x, request, axis=0) for x in self))
+
+
+def sampling_of(settings: Sequence[SamplingParams], keys: Iterable[tuple[int, int]]) -> Sampling:
+    """`settings` of R requests as arrays of the host. `keys`: raw key data of each (`raw_key`)."""
+
+    def column(name: str, dtype: Any) -> Any:
+        return np.asarray([getattr(one, name) for one in settings], dtype)
+
+    raw: Any = np.asarray(list(keys), np.uint32)
+    return Sampling(
+        column("temperature", np.float32),
+        column("top_p", np.float32),
+        column("top_k", np.int32),
+        column("min_p", np.float32),
+        raw,
+    )
 
 
 def best_token(logits: Array) -> Array:

@@ -8,7 +8,7 @@ the requests: see `decoding.budget`.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,12 @@ def verify_lengths(schedule: Schedule, confidence: Array, threshold: Array, room
     else:
         lengths = leading_run(confidence >= threshold, jnp.full(confidence.shape[0], block))
     return jnp.clip(lengths, 0, jnp.maximum(room, 0)).astype(jnp.int32)
+
+
+def check_confidence(drafter: Any, schedule: Schedule) -> None:
+    """Refuses a schedule that reads confidences of a drafter's config without any; ValueError."""
+    if schedule != "fixed" and not drafter.confidence:
+        raise ValueError(f"schedule {schedule}: this drafter has no confidence head; use fixed")
 
 
 def cap_to_bucket(lengths: Array, active: Array, bucket: int) -> Array:

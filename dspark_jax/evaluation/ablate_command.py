@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import tyro
 
-from dspark_jax.config import exit_code, log_to_stderr, settings_as_json, write_json
+from dspark_jax.config import check_json, exit_code, log_to_stderr, settings_as_json, write_json
 from dspark_jax.data.prompts import sampling_fields
 from dspark_jax.evaluation.answering import Method, Protocol
 from dspark_jax.evaluation.benchmarks import Benchmark
@@ -117,8 +117,7 @@ class AblateSettings:
             )
         if self.output.exists() and not self.output.is_dir():
             raise ValueError(f"output {self.output}: is a file, must be a folder")
-        if self.json is not None and (self.json.is_dir() or not self.json.parent.is_dir()):
-            raise FileNotFoundError(f"json {self.json}: must be a file in a folder that exists")
+        check_json(self.json)
 
     def protocol(self, temperature: float, seed: int) -> Protocol:
         """How conversations are answered at a temperature."""

@@ -116,30 +116,18 @@ def ask(
     return Asked(outcome_id(system, one.benchmark, one.id, turn), one, turn, ids, request_seed(protocol.seed, name))
 
 
-def reader_for(target: Target, systems: Iterable[System], protocol: Protocol) -> Reader | None:
+def reader_for(systems: Iterable[System], protocol: Protocol) -> Reader | None:
     """What drafters share that are forced along the same answers; None where they decode."""
     if protocol.method != "forced":
         return None
-    layers = {layer for one in systems if one.drafter is not None for layer in one.drafter.config.target_layer_ids}
-    return Reader(target, tuple(layers))
+    drafters = (one.drafter for one in systems if one.drafter is not None)
+    return Reader(layer for drafter in drafters for layer in drafter.config.target_layer_ids)
 
 
 def answer_text(target: Target, token_ids: Iterable[int]) -> str:
     """The text of an answer, without its stop token."""
     stream = TextStream(target.tokenizer, (), tuple(target.tokenizer.eos_ids))
     return stream.push(list(token_ids)) + stream.finish()
-
-
-def answer(
-    target: Target,
-    system: System,
-    prompts: Sequence[Conversation],
-    protocol: Protocol,
-    keep: Keep,
-    done: Mapping[str, Outcome] | None = None,
-) -> None:
-    """Answers what `done` does not hold yet; arguments and errors as those of `Answerer` and `Answerer.answer`."""
-    Answerer(target, system, protocol).answer(prompts, keep, done or {})
 
 
 @dataclass

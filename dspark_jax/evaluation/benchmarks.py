@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dspark_jax.data.prompts import HUB_PREFIX, LINE_FILTERS, checked_text, jsonl_rows
+from dspark_jax.data.prompts import HUB_PREFIX, LINE_FILTERS, checked_text, hub_place, jsonl_rows
 
 DOMAINS = ("math", "code", "chat", "other")  # in the order of the tables
 ALL = "all"  # stands for the mean over all benchmarks, beside the domains
@@ -200,10 +200,7 @@ def _of_hub(text: str, name: str, title: str, domain: str, hub: HubSet) -> _Sour
 
 def _of_hub_name(text: str) -> _Source:
     """The source that hf:NAME[@CONFIG][:SPLIT] names; a known data set keeps its wording."""
-    place, _, split = text.removeprefix(HUB_PREFIX).partition(":")
-    name, _, config = place.partition("@")
-    if not name:
-        raise ValueError(f"prompts {text!r}: must be hf:NAME, hf:NAME@CONFIG or either with :SPLIT")
+    name, config, split = hub_place(text, "prompts")
     known = _BY_HUB.get(name)
     if known is None:
         stem = name.rsplit("/", 1)[-1]

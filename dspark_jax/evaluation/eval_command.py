@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 import tyro
 
-from dspark_jax.config import auto_dtype, exit_code, log_to_stderr, settings_as_json, write_json
+from dspark_jax.config import auto_dtype, check_json, exit_code, log_to_stderr, settings_as_json, write_json
 from dspark_jax.data.prompts import sampling_fields
 from dspark_jax.evaluation.answering import PLAIN, Answerer, Method, Protocol, System, ask, reader_for
 from dspark_jax.evaluation.benchmarks import Benchmark, Conversation, read_benchmarks
-from dspark_jax.evaluation.outcomes import Outcome
+from dspark_jax.evaluation.outcomes import Outcome, outcome_id
 from dspark_jax.evaluation.plots import plot, write_board
 from dspark_jax.evaluation.scores import Scores, score
 from dspark_jax.evaluation.store import OutcomeStore, fingerprint, prompt_digests
@@ -127,8 +127,7 @@ class EvalSettings:
             raise ValueError("method 'forced': runs on one device, leave out --data and --tensor")
         if self.output.exists() and not self.output.is_dir():
             raise ValueError(f"output {self.output}: is a file, must be a folder")
-        if self.json is not None and (self.json.is_dir() or not self.json.parent.is_dir()):
-            raise FileNotFoundError(f"json {self.json}: must be a file in a folder that exists")
+        check_json(self.json)
         self._check_drafters()
 
     def _check_drafters(self) -> None:
@@ -307,14 +306,14 @@ def answer_all(settings: EvalSettings, models: _Models, benchmarks: Sequence[Ben
     """
     with OutcomeStore(settings.output, _about(settings, models, benchmarks)) as store:
         wanted = [(system.name, c) for system in models.systems for one in benchmarks for c in one.conversations]
-        turns = {f"{name}/{c.benchmark}/{c.id}/{turn}" for name, c in wanted for turn in range(len(c.turns))}
+        turns = {outcome_id(name, c.benchmark, c.id, turn) for name, c in wanted for turn in range(len(c.turns))}
         left = turns.difference(store.done)
         if len(left) < len(turns):
             logger.info("%s: %d of %d answers are there already", settings.output, len(turns) - len(left), len(turns))
         if not left:
             return store.done
         protocol = settings.protocol()
-        reader = reader_for(models.target, models.systems, protocol)
+        reader = reader_for(models.systems, protocol)
         answerers = [Answerer(models.target, one, protocol, models.mesh, reader) for one in models.systems]
         try:
             for answerer in answerers:

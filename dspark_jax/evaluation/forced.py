@@ -7,10 +7,9 @@ at each slot has the very joint distribution of texts and rounds that decoding w
 the coin is whether the draft is x, and the rounds are those of real decoding.
 
 The target reads a text once, in one pass, whatever the number of drafters (`Reader`) and rounds; a round costs the
-draft alone.
-With `whole`, what decoding would have drafted behind the first rejection is drawn too: the rejected draft from
-max(p_d - p_t, 0), normalised, and those behind it from p_d. Only their confidences need it: a threshold may let them be
-verified. Letters: R texts side by side, T padded tokens of one, M rounds at most, K draft tokens of a block.
+draft alone. With `whole`, what decoding would have drafted behind the first rejection is drawn too: the rejected draft
+from max(p_d - p_t, 0), normalised, and those behind it from p_d. Only their confidences need it: a threshold may let
+them be verified. Letters: R texts side by side, T padded tokens of one, M rounds at most, K draft tokens of a block.
 """
 
 from __future__ import annotations
@@ -35,9 +34,10 @@ from dspark_jax.decoding.sampling import (
     categorical,
     distribution,
     raw_key,
+    sampling_of,
     uniforms,
 )
-from dspark_jax.decoding.schedule import BUDGETED, Schedule, verify_lengths
+from dspark_jax.decoding.schedule import BUDGETED, Schedule, check_confidence, verify_lengths
 from dspark_jax.decoding.verify import accept_probability, leading_run
 from dspark_jax.drafters import interface
 from dspark_jax.drafters.interface import Committed, bind
@@ -120,11 +120,10 @@ def forced_rounds(
     config.check_target(target.config)
     if schedule in BUDGETED:
         raise ValueError(f"schedule {schedule}: shares rows among requests, forced decoding has fixed and threshold")
-    if schedule != "fixed" and not config.confidence:
-        raise ValueError(f"schedule {schedule}: this drafter has no confidence head; use fixed")
+    check_confidence(config, schedule)
     whole = schedule != "fixed" if whole is None else whole
     params = target.params
-    reader = reader or Reader(target, config.target_layer_ids, keep_bytes=0)
+    reader = reader or Reader(config.target_layer_ids, keep_bytes=0)
     bound = bind(drafter.params, params["embed"], head_weight(params))
     bound["draft_ids"] = _inverse(bound, target.config.vocab_size)
     dtype = jnp.float32 if jax.default_backend() == "cpu" else params["embed"].dtype
@@ -140,7 +139,7 @@ def forced_rounds(
         answer = max(len(text.token_ids) for text in group)
         plan = _Plan(target.config, config, schedule, mode, whole, padded_length(answer), dtype)
         on_device = _on_device(group, plan, batch_size, threshold)
-        read = reader.read(group, on_device.ids, on_device.sampling, mode, config.target_layer_ids)
+        read = reader.read(target, group, on_device.ids, on_device.sampling, mode, config.target_layer_ids)
         made = jax.device_get(_run(params, bound, on_device, read, plan=plan))
         for row, text in enumerate(group):
             yield _of_text(text, jax.tree.map(lambda x, row=row: x[row], made), whole and config.confidence)
@@ -163,19 +162,8 @@ def _on_device(group: Sequence[Text], plan: _Plan, size: int, threshold: float) 
         row[:end] = text.prompt_ids + text.token_ids
     context = plan.target.max_positions
     rooms = [min(len(t.prompt_ids) + t.sampling.max_tokens, context) - 2 for t in full]
-    settings = [text.sampling for text in full]
-
-    def numbers(name: str, dtype: Any) -> Any:
-        return np.asarray([getattr(s, name) for s in settings], dtype)
-
-    keys: Any = np.asarray([raw_key(text.stream, own=False) for text in full], np.uint32)
-    sampling = Sampling(
-        numbers("temperature", np.float32),
-        numbers("top_p", np.float32),
-        numbers("top_k", np.int32),
-        numbers("min_p", np.float32),
-        keys,
-    )
+    keys = (raw_key(text.stream, own=False) for text in full)
+    sampling = sampling_of([text.sampling for text in full], keys)
     prompts = np.asarray([len(text.prompt_ids) for text in full], np.int32)
     return _Texts(
         ids, prompts, np.asarray(ends, np.int32), np.asarray(rooms, np.int32), sampling, np.float32(threshold)
@@ -246,7 +234,8 @@ def _round(
     slots = jnp.arange(block + 1)
     at = start[:, None] + slots  # [R, S]
     near = lambda x: jnp.take_along_axis(x, at.reshape(at.shape + (1,) * (x.ndim - 2)), axis=1)  # noqa: E731
-    anchor, labels = near(texts.ids)[:, 0], near(texts.ids)[:, 1:]  # [R], [R, K]
+    tokens = jnp.take_along_axis(texts.ids, start[:, None] + jnp.arange(block + 2), axis=1)  # [R, S + 1]
+    anchor, labels, following = tokens[:, 0], tokens[:, 1:-1], tokens[:, 1:]  # [R], [R, K], [R, S]
     seen = near(read.final), near(read.features)  # [R, S, D], [R, S, m D]
     labelled = _Labels(labels, bound["draft_ids"][labels])
     propose = partial(interface.propose, plan.drafter, bound, memory, anchor, start)
@@ -257,9 +246,8 @@ def _round(
     run = leading_run(taken, jnp.minimum(left, block))
     if plan.whole and plan.mode != "greedy":  # greedy proposals are whole
         state = jnp.take_along_axis(seen[0], run[:, None, None], axis=1)[:, 0].T  # [D, R]
-        refused = distribution(
-            target_logits(params, state, plan.target), texts.sampling, plan.mode
-        )  # p_t there, [V, R]
+        logits = target_logits(params, state, plan.target)
+        refused = distribution(logits, texts.sampling, plan.mode)  # p_t there, [V, R]
         proposal = propose(_whole(texts, labelled, start, run, refused, bound, plan))
     last = min(plan.target.max_positions, plan.drafter.max_positions) - 1
     room = jnp.minimum(texts.room, last) - start
@@ -268,7 +256,6 @@ def _round(
     lengths = verify_lengths(plan.schedule, proposal.confidence, texts.threshold, room)
     accepted = jnp.minimum(run, lengths)
     columns = lambda x: x.reshape(requests * (block + 1), -1).T  # noqa: E731
-    following = near(jnp.pad(texts.ids[:, 1:], ((0, 0), (0, 1))))
     hidden = Hidden(columns(seen[0]), columns(seen[1]))
     new = Committed(hidden, start, anchor, following, accepted, dense_packing(requests, block + 1))
     memory = interface.ingest(plan.drafter, bound, proposal.cache, new)

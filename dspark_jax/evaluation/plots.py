@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from tensorboardX import SummaryWriter
 
-from dspark_jax.evaluation.scores import Estimate, Scores
+from dspark_jax.evaluation.scores import Column, Estimate, Scores
 
-_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive")
+COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive")
 _GREY = "0.55"  # of the baseline
 _FEW = 30  # rounds that must have reached a position for it to be drawn
 
@@ -19,7 +19,7 @@ _FEW = 30  # rounds that must have reached a position for it to be drawn
 def colours(scores: Scores, baseline: str = "plain") -> dict[str, str]:
     """A colour for each system, the same in all pictures."""
     others = [system for system in scores.systems if system != baseline]
-    return {baseline: _GREY} | {system: _COLOURS[i % len(_COLOURS)] for i, system in enumerate(others)}
+    return {baseline: _GREY} | {system: COLOURS[i % len(COLOURS)] for i, system in enumerate(others)}
 
 
 def plot(folder: Path, scores: Scores) -> list[Path]:
@@ -32,7 +32,13 @@ def plot(folder: Path, scores: Scores) -> list[Path]:
     return written
 
 
-def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Sequence[Any]]:
+def panels(scores: Scores) -> tuple[Column, ...]:
+    """The domains that a picture shows: all of them, or their mean alone where there is one only."""
+    return scores.domains if len(scores.domains) > 2 else scores.domains[-1:]
+
+
+def row_of_panels(width: float, height: float, columns: int, grid: Literal["y", "both"]) -> tuple[Any, Sequence[Any]]:
+    """A figure with panels side by side, which share y. `width`, `height`: inches. `grid`: lines for which axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -40,7 +46,13 @@ def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Sequenc
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, columns, sharey=True, squeeze=False)[0]
     for axis in axes:
-        axis.grid(alpha=0.3, axis="y")
+        axis.grid(alpha=0.3, axis=grid)
+    return figure, axes
+
+
+def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Sequence[Any]]:
+    figure, axes = row_of_panels(width, height, columns, "y")
+    for axis in axes:
         axis.set_axisbelow(True)
     return figure, axes
 
@@ -54,7 +66,7 @@ def _errors(estimates: Sequence[Estimate]) -> np.ndarray:
 
 def _accepted(path: Path, scores: Scores) -> None:
     """Accepted lengths: a group of bars for each benchmark, and for the means behind a line."""
-    means = scores.domains if len(scores.domains) > 2 else scores.domains[-1:]
+    means = panels(scores)
     columns = [(column, scores.by_benchmark) for column in scores.benchmarks]
     columns += [(column, scores.by_domain) for column in means]
     groups, width = len(columns), 0.8 / len(scores.systems)
@@ -81,7 +93,7 @@ def _positions(path: Path, scores: Scores) -> None:
 
     Positions that hardly a round reached are left out; tables have them.
     """
-    domains = scores.domains if len(scores.domains) > 2 else scores.domains[-1:]
+    domains = panels(scores)
     longest = max(len(row[column].positions) for row in scores.by_domain.values() for column in row)
     figure, axes = _figure(3.0 * len(domains) + 0.8, 3.6, len(domains))
     for axis, column in zip(axes, domains, strict=True):

@@ -6,7 +6,7 @@ side, T padded tokens of one, m captured layers, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -55,28 +55,30 @@ class Read(NamedTuple):
 
 
 class Reader:
-    """Reads texts with a target, each once as far as there is room to keep it.
+    """Reads texts of one target, each once as far as there is room to keep it."""
 
-    Attributes:
-        target: as `Generator`'s; may be taken away while nothing is read. layer_ids: layers that are read.
-    """
-
-    def __init__(self, target: Any, layer_ids: Sequence[int], keep_bytes: int = 4 << 30) -> None:
+    def __init__(self, layer_ids: Iterable[int], keep_bytes: int = 4 << 30) -> None:
         """
         Args:
-            target: as `Generator`'s. layer_ids: layers that any of the drafters reads, in any order.
-            keep_bytes: kept on the host at most.
+            layer_ids: layers that any of the drafters reads, in any order. keep_bytes: kept on the host at most.
         """
-        self.target, self.layer_ids = target, tuple(sorted(set(layer_ids)))
+        self._layers = tuple(sorted(set(layer_ids)))
         self._left = keep_bytes
         self._kept: dict[tuple[tuple[int, ...], tuple[int, ...], SamplingParams], Read] = {}
 
     def read(
-        self, texts: Sequence[Text], ids: np.ndarray, sampling: Sampling, mode: Mode, layer_ids: Sequence[int]
+        self,
+        target: Any,
+        texts: Sequence[Text],
+        ids: np.ndarray,
+        sampling: Sampling,
+        mode: Mode,
+        layer_ids: Sequence[int],
     ) -> Read:
         """The states of R rows.
 
         Args:
+            target: as `Generator`'s, the same one every time.
             texts: those of the first rows. ids: int32 `[R, T]`. sampling, mode: of the R rows.
             layer_ids: layers whose states are wanted, of those that are read.
         """
@@ -84,12 +86,11 @@ class Reader:
         if all(key in self._kept for key in keys):
             made = self._together([self._kept[key] for key in keys], ids.shape)
         else:
-            config = self.target.config
-            made = _read(self.target.params, ids, sampling, config=config, layers=self.layer_ids, mode=mode)
+            made = _read(target.params, ids, sampling, config=target.config, layers=self._layers, mode=mode)
             self._keep(keys, made)
-        columns = [self.layer_ids.index(layer) for layer in layer_ids]
-        if columns != list(range(len(self.layer_ids))):
-            apart = made.features.reshape(*made.features.shape[:2], len(self.layer_ids), -1)
+        columns = [self._layers.index(layer) for layer in layer_ids]
+        if columns != list(range(len(self._layers))):
+            apart = made.features.reshape(*made.features.shape[:2], len(self._layers), -1)
             made = made._replace(features=apart[:, :, columns].reshape(*apart.shape[:2], -1))
         return made
 
@@ -127,9 +128,8 @@ def _read(
     final, features = (x.T.reshape(requests, length, -1).astype(jnp.float32) for x in hidden)
     following = jnp.pad(ids[:, 1:], ((0, 0), (0, 1)))
 
-    def one(
-        text: tuple[Array, Array, Sampling],
-    ) -> Array:  # a text at a time: the vocabulary's size is never there for all
+    def one(text: tuple[Array, Array, Sampling]) -> Array:
+        """Of one text: what has the size of the vocabulary is never there for all."""
         states, wanted, settings = text
         rows = Sampling(*(jnp.repeat(x[None], length, axis=0) for x in settings))
         probs = distribution(target_logits(params, states.T, config), rows, mode)  # [V, T]

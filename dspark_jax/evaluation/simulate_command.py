@@ -19,7 +19,7 @@ from tqdm import tqdm
 from dspark_jax.calibration.collect import Records, check_drafter, fingerprint, load_records, merge
 from dspark_jax.checkpoints.load import embedded_drafter_path, load_drafter
 from dspark_jax.checkpoints.store import read_json
-from dspark_jax.config import exit_code, log_to_stderr, settings_as_json, write_json
+from dspark_jax.config import check_json, exit_code, log_to_stderr, settings_as_json, write_json
 from dspark_jax.decoding.curve import Curve, Point, Prefill
 from dspark_jax.evaluation.loads import Load
 from dspark_jax.evaluation.replay import Calibration, make_replay
@@ -115,8 +115,7 @@ class SimulateSettings:
             raise ValueError("rates: are an open load, give neither loads nor --arrivals file with them")
         if self.drafter is not None and self.calibration is not None:
             raise ValueError("drafter, calibration: both say how confidences are calibrated, give one of them")
-        if self.json is not None and (self.json.is_dir() or not self.json.parent.is_dir()):
-            raise FileNotFoundError(f"json {self.json}: must be a file in a folder that exists")
+        check_json(self.json)
         self.engine()
         self.all_loads()
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from dspark_jax.checkpoints.store import read_json
-from dspark_jax.config import write_json
+from dspark_jax.config import replace_json
 from dspark_jax.data.records import RecordWriter, read_records
 from dspark_jax.evaluation.benchmarks import Benchmark
 from dspark_jax.evaluation.outcomes import Outcome, from_json
@@ -75,9 +75,7 @@ class OutcomeStore:
             ) from error
         folder.mkdir(parents=True, exist_ok=True)
         if joined != earlier:
-            part = description.with_name(ABOUT + ".part")
-            write_json(part, joined)
-            part.replace(description)
+            replace_json(description, joined)
         self.done: dict[str, Outcome] = {}
         if file.exists():
             self.done = {one.id: one for one in map(from_json, read_records(file))}

@@ -16,10 +16,10 @@ from dspark_jax.evaluation import tables
 from dspark_jax.evaluation.answering import PLAIN, Protocol, System
 from dspark_jax.evaluation.benchmarks import ALL, Benchmark
 from dspark_jax.evaluation.outcomes import Outcome
-from dspark_jax.evaluation.plots import plot
+from dspark_jax.evaluation.plots import panels, plot
 from dspark_jax.evaluation.scores import Estimate, Scores, score
 from dspark_jax.evaluation.studies import DFLASH, DSPARK, EAGLE3, MTP, NGRAM, Study, Variant
-from dspark_jax.evaluation.study_plots import draw, panels
+from dspark_jax.evaluation.study_plots import draw
 from dspark_jax.evaluation.study_report import Headline, Report, difference, differences, gain, per_cent
 from dspark_jax.evaluation.study_run import Lab, Trained
 from dspark_jax.evaluation.study_timing import Samples, draft_rounds, head_rounds, kept, median, ratio, untrained

@@ -8,15 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from dspark_jax.evaluation.scores import Column, Estimate, Scores
+from dspark_jax.evaluation.plots import COLOURS, row_of_panels
+from dspark_jax.evaluation.scores import Estimate
 
 Curves = Mapping[str, Sequence[tuple[float, Estimate]]]  # series to its points: x, and the figure there
-_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
-
-
-def panels(scores: Scores) -> tuple[Column, ...]:
-    """The domains that a picture shows: all of them, or their mean alone where there is one only."""
-    return scores.domains if len(scores.domains) > 2 else scores.domains[-1:]
 
 
 def draw(
@@ -36,12 +31,7 @@ def draw(
         axis, figure: labels of x and y. places: marks on the axis, with their text; none: as it comes.
         share: whether figures are shares, from 0 to 1.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    whole = Figure(figsize=(3.0 * len(curves) + 1.2, 3.6), layout="constrained")
-    FigureCanvasAgg(whole)
-    axes = whole.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    whole, axes = row_of_panels(3.0 * len(curves) + 1.2, 3.6, len(curves), "both")
     for panel, (name, lines) in zip(axes, curves.items(), strict=True):
         _panel(panel, lines)
         panel.set_title(name, fontsize=10)
@@ -62,10 +52,9 @@ def draw(
 
 
 def _panel(panel: Any, lines: Curves) -> None:
-    panel.grid(alpha=0.3)
     for i, (series, points) in enumerate(lines.items()):
         shown = [(x, e) for x, e in sorted(points, key=lambda point: point[0]) if e.value is not None]
-        colour = _COLOURS[i % len(_COLOURS)]
+        colour = COLOURS[i % len(COLOURS)]
         x, y = [x for x, _ in shown], np.array([e.value for _, e in shown], float)
         ends = np.array([[e.value if end is None else end for end in e[1:]] for _, e in shown], float).reshape(-1, 2).T
         errors = np.abs(ends - y)

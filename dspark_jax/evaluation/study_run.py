@@ -23,7 +23,7 @@ import numpy as np
 
 from dspark_jax.checkpoints.hf import resolve
 from dspark_jax.checkpoints.load import Drafter, Target, embedded_target_path, load_drafter, load_target
-from dspark_jax.config import settings_as_json, write_json
+from dspark_jax.config import replace_json, settings_as_json
 from dspark_jax.data import cache_key
 from dspark_jax.data.pipeline import Pipeline
 from dspark_jax.data.records import RecordSamples, read_records, sample_table
@@ -32,11 +32,12 @@ from dspark_jax.drafters.ngram import NgramConfig
 from dspark_jax.evaluation import store
 from dspark_jax.evaluation.answering import PLAIN, Answerer, Protocol, System
 from dspark_jax.evaluation.benchmarks import Benchmark
-from dspark_jax.evaluation.outcomes import Outcome
+from dspark_jax.evaluation.outcomes import Outcome, outcome_id
 from dspark_jax.evaluation.reading import Reader
 from dspark_jax.evaluation.studies import NGRAM, Changes, Variant, changed
 from dspark_jax.models.config import TransformerConfig
 from dspark_jax.training import trainer
+from dspark_jax.training.evaluate import PREFIX, SCORES
 from dspark_jax.training.objectives import TrainableConfig, check_loss
 from dspark_jax.training.prepare import read_samples, read_target_config
 from dspark_jax.training.settings import TrainSettings, drafter_config, resolve_dtype
@@ -140,7 +141,7 @@ class Lab:
     @cached_property
     def reader(self) -> Reader:
         """What the target says of its answers, for all drafters that are forced along them."""
-        return Reader(self.target, self.base.drafter.target_layer_ids)
+        return Reader(self.base.drafter.target_layer_ids)
 
     @property
     def dtype(self) -> str:
@@ -238,10 +239,7 @@ class Lab:
         if done < total:
             raise KeyboardInterrupt(f"training of {name} stopped at update {done} of {total}")
         facts = {"updates": total, **_logged(Path(settings.output)), **self._states(settings)}
-        file = Path(settings.output) / DONE
-        part = file.with_name(DONE + ".part")
-        write_json(part, facts | {"settings": json.loads(json.dumps(settings_as_json(settings)))})
-        part.replace(file)
+        replace_json(Path(settings.output) / DONE, facts | {"settings": settings_as_json(settings)})
 
     def _states(self, settings: TrainSettings) -> dict[str, Any]:
         """What a run's hidden states take."""
@@ -255,8 +253,6 @@ class Lab:
     def forget(self) -> None:
         """Drops the target and all compiled programs, of which a process holds so many only; what it said stays."""
         self.__dict__.pop("target", None)
-        if "reader" in self.__dict__:
-            self.reader.target = None
         jax.clear_caches()
         gc.collect()
 
@@ -303,14 +299,13 @@ class Lab:
         how = digest({name: about[name] for name in ("protocol", "target", "dtype")}, 8)
         folder = self.output / "outcomes" / f"T{protocol.temperature:g}-{how}" / system.name
         conversations = [one for benchmark in benchmarks for one in benchmark.conversations]
-        wanted = {f"{system.name}/{c.benchmark}/{c.id}/{turn}" for c in conversations for turn in range(len(c.turns))}
+        wanted = {
+            outcome_id(system.name, c.benchmark, c.id, turn) for c in conversations for turn in range(len(c.turns))
+        }
         with store.OutcomeStore(folder, about) as kept:
             if not wanted <= set(kept.done):
                 logger.info("answers of %s at temperature %g", system.name, protocol.temperature)
-                reader = self.reader if protocol.method == "forced" else None
-                if reader is not None:
-                    reader.target = self.target
-                answerer = Answerer(self.target, system, protocol, reader=reader)
+                answerer = Answerer(self.target, system, protocol, reader=self.reader)
                 answerer.answer(conversations, kept.keep, plain | kept.done)
             return [kept.done[name] for name in sorted(wanted & set(kept.done))]
 
@@ -332,10 +327,6 @@ def _logged(folder: Path) -> dict[str, Any]:
     """What a run's log says: seconds of an update (the median; the first line compiles), and the held-out metrics."""
     lines = list(read_records(folder / "metrics.jsonl"))
     seconds = [line["seconds"] for line in lines if "seconds" in line]
-    last: dict[str, Any] = next(
-        (line for line in reversed(lines) if any(name.startswith("held_out_") for name in line)), {}
-    )
-    held_out = {
-        name: value for name, value in last.items() if name.startswith("held_out_") or name == "accepted_length"
-    }
+    last: dict[str, Any] = next((line for line in reversed(lines) if any(name.startswith(PREFIX) for name in line)), {})
+    held_out = {name: value for name, value in last.items() if name.startswith(PREFIX) or name in SCORES}
     return {"seconds_per_update": float(np.median(seconds[1:] or seconds)), "held_out": held_out}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +204,7 @@ def single_replay(bench: Workbench, system: System) -> Replay:
     rate = min(max(accepted / max(verified, 1), 0.001), 0.999)
     assert system.drafter is not None
     row = (rate,) * system.drafter.config.block_size
-    made = [Outcome(**(vars(one) | {"confidence": (row,) * one.rounds})) for one in outcomes]
+    made = [replace(one, confidence=(row,) * one.rounds) for one in outcomes]
     domains = {one.name: one.domain for one in bench.benchmarks}
     return make_replay([as_records({True: made}, domains, bench.top.max_tokens)], Calibration())
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.checkpoints.load import Drafter
-from dspark_jax.config import write_json
+from dspark_jax.config import replace_json
 from dspark_jax.decoding.budget import PLAIN
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.drafters.dspark import init_params
@@ -80,9 +80,7 @@ def kept(file: Path, key: Mapping[str, Any], measure: Callable[[], Samples]) -> 
             return found["samples"]
     samples = measure()
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(file.name + ".part")
-    write_json(part, {"key": named, "of": dict(key), "samples": samples})
-    part.replace(file)
+    replace_json(file, {"key": named, "of": dict(key), "samples": samples})
     return samples
 
 

@@ -13,7 +13,7 @@ from dspark_jax.decoding.generate import Completion, Generator
 from dspark_jax.decoding.trace import RoundTrace
 from dspark_jax.drafters.ngram import NgramConfig
 from dspark_jax.evaluation import answering
-from dspark_jax.evaluation.answering import Asked, Protocol, System, answer, answer_text, ask
+from dspark_jax.evaluation.answering import Answerer, Asked, Protocol, System, answer_text, ask
 from dspark_jax.evaluation.benchmarks import Conversation
 from dspark_jax.evaluation.outcomes import Outcome
 from tests.serving.conftest import write_target
@@ -51,7 +51,7 @@ def run(
 ) -> dict[str, Outcome]:
     """The outcomes of a run by id, in the order in which they came."""
     kept: dict[str, Outcome] = {}
-    answer(target, system, talks, protocol, lambda outcome: kept.update({outcome.id: outcome}), done)
+    Answerer(target, system, protocol).answer(talks, lambda outcome: kept.update({outcome.id: outcome}), done or {})
     return kept
 
 

@@ -143,12 +143,12 @@ def test_a_shared_reader_reads_once_and_changes_nothing(monkeypatch, temperature
         return run(*args, **options)
 
     monkeypatch.setattr(reading, "_read", counted)
-    reader = Reader(target, (0, 1))
+    reader = Reader((0, 1))
     for name, drafter in drafters.items():
         made = forced_rounds(target, drafter, texts, batch_size=3, reader=reader)
         assert list(made) == alone[name]
     assert counts["reads"] == 2  # groups of texts
-    full = Reader(target, (0, 1), keep_bytes=1)
+    full = Reader((0, 1), keep_bytes=1)
     assert [list(forced_rounds(target, drafters["dspark"], texts, batch_size=3, reader=full)) for _ in range(2)]
     assert counts["reads"] == 6
 

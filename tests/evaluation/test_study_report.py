@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from dspark_jax.evaluation.plots import panels
 from dspark_jax.evaluation.scores import Estimate, Scores, score
 from dspark_jax.evaluation.studies import STUDIES
-from dspark_jax.evaluation.study_plots import draw, panels
+from dspark_jax.evaluation.study_plots import draw
 from dspark_jax.evaluation.study_report import (
     TIMINGS,
     Headline,
