@@ -20,6 +20,7 @@ from dspark_jax.training.settings import DrafterSettings, TrainSettings
 config = TrainSettings(
     records=("runs/testbed/records.jsonl",),
     cache="runs/testbed/cache",
+    cache_kind="float32",  # of products in bfloat16 too, where the processor has them; kept whole, it is small
     drafter=DrafterSettings(
         block_size=7,
         num_layers=2,

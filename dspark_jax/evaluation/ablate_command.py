@@ -199,7 +199,7 @@ def _how(settings: AblateSettings, base: TrainSettings, bench: Any) -> list[str]
     return [
         f"config {settings.config}: {training} of {base.batch_size} sequences, {len(bench.lab.samples)} samples, seed "
         f"{base.seed}",
-        f"target {bench.lab.target_path.name}, {bench.lab.dtype}",
+        f"target {bench.lab.target_path.name}, answers in {bench.lab.dtype}, training in {bench.lab.training_dtype}",
         f"conversations{most}, {settings.lines} lines: {counts}",
         f"temperatures {temperatures}, answers of at most {settings.max_tokens} tokens, method {settings.method}, "
         f"batches of {settings.batch_size}, whole blocks verified where nothing else is said",

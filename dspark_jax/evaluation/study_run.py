@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.checkpoints.hf import resolve
 from dspark_jax.checkpoints.load import Drafter, Target, embedded_target_path, load_drafter, load_target
-from dspark_jax.config import replace_json, settings_as_json
+from dspark_jax.config import auto_dtype, replace_json, settings_as_json
 from dspark_jax.data import cache_key
 from dspark_jax.data.pipeline import Pipeline
 from dspark_jax.data.records import RecordSamples, read_records, sample_table
@@ -125,8 +126,8 @@ class Lab:
 
     @cached_property
     def target(self) -> Target:
-        """The target, in the dtype of the products."""
-        return load_target(self.target_path, dtype=resolve_dtype(self.base.compute_dtype))
+        """The target, in the dtype of decoding."""
+        return load_target(self.target_path, dtype=jnp.dtype(self.dtype))
 
     @cached_property
     def target_fingerprint(self) -> str:
@@ -145,7 +146,12 @@ class Lab:
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype of the products."""
+        """Name of the dtype that answers are made in: the config's, or where that is auto, what decodes fastest."""
+        return auto_dtype() if self.base.compute_dtype == "auto" else self.base.compute_dtype
+
+    @property
+    def training_dtype(self) -> str:
+        """Name of the dtype of the products in training."""
         return np.dtype(resolve_dtype(self.base.compute_dtype)).name
 
     def shape(self, changes: Changes) -> TrainableConfig:
@@ -182,7 +188,7 @@ class Lab:
 
     def _kind(self, settings: TrainSettings) -> str:
         """How hidden states are stored."""
-        return self.dtype if settings.cache_kind == "auto" else settings.cache_kind
+        return self.training_dtype if settings.cache_kind == "auto" else settings.cache_kind
 
     def updates(self, settings: TrainSettings) -> int:
         """Updates of a run."""
@@ -203,7 +209,7 @@ class Lab:
             "drafter": repr(self.shape(changes)),
             "loss": repr(settings.loss),
             "updates": self.updates(settings),
-            "compute_dtype": self.dtype,
+            "compute_dtype": self.training_dtype,
             "states": "online" if settings.states == "online" else self._kind(settings),
             "filled": settings.states == "fill",
         }
@@ -262,7 +268,7 @@ class Lab:
         Raises:
             FileNotFoundError, ValueError: it is damaged, or of another target.
         """
-        drafter = load_drafter(trained.folder, dtype=resolve_dtype(self.base.compute_dtype), target=self.target.config)
+        drafter = load_drafter(trained.folder, dtype=jnp.dtype(self.dtype), target=self.target.config)
         drafter.config.check_target(self.target.config)
         return drafter
 

@@ -12,7 +12,7 @@ document into another. Letters: N sequences, T tokens, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -72,8 +72,8 @@ def check_loss(config: Eagle3Config | MTPConfig, loss: LossConfig) -> None:
 
 
 def shift(x: Array, by: int) -> Array:
-    """Moves `x [N, T]` left by `by` columns, zeros come in."""
-    return jnp.pad(x[:, by:], ((0, 0), (0, min(by, x.shape[1]))))
+    """Moves `x [N, T, ..]` left by `by` columns, zeros come in."""
+    return jnp.pad(x[:, by:], ((0, 0), (0, min(by, x.shape[1])), *((0, 0),) * (x.ndim - 2)))
 
 
 def reaches(segments: Array | None, by: int, like: Array) -> Array:
@@ -194,8 +194,12 @@ def eagle3_loss(
     masks = jnp.stack([shift(mask, s) * reaches(batch.segments, s, mask) for s in range(steps)])  # [S, N, T]
     scale = jnp.exp(-jnp.arange(steps) / loss.decay) if loss.decay > 0 else jnp.ones(steps)
     weights = loss.ce * scale[:, None, None] * masks / counts["positions"]
-    finals = [jnp.pad(batch.final[:, s + 1 :], ((0, 0), (0, min(s + 1, length)), (0, 0))) for s in range(steps)]
-    total, terms = _soft_terms(inputs, finals, frozen, weights, config.final_softcap)
+    finals = [shift(batch.final, s + 1) for s in range(steps)]
+    whole = None
+    if draft_ids(frozen) is not None:
+        said = _whole_vocabulary(frozen, batch.final, config.final_softcap)
+        whole = [Whole(shift(said.normalizer, s + 1), shift(said.best, s + 1)) for s in range(steps)]
+    total, terms = _soft_terms(inputs, finals, whole, frozen, weights, config.final_softcap)
     by_step = StepTerms(*(x.reshape(steps, sequences, length) for x in terms))
     share = sequences * length / counts["positions"]  # of the whole batch
     metrics = step_metrics(by_step, masks, share) | {
@@ -229,23 +233,49 @@ def step_metrics(terms: StepTerms, masks: Array, share: Array) -> Metrics:
     return metrics
 
 
+class Whole(NamedTuple):
+    """What the target says over its whole vocabulary: the log-sum-exp of its logits, float32, and the draft id of its
+    most likely token, int32, -1 where that cannot be drafted."""
+
+    normalizer: Array
+    best: Array
+
+
+def _whole_vocabulary(frozen: Params, final: Array, cap: float) -> Whole:
+    """`[N, T]` each, for states `final [N, T, D]`, in chunks: once, and not in every step of the training-time test."""
+    sequences, length = final.shape[:2]
+    lookup = vocabulary_lookup(frozen)
+    assert lookup is not None  # a full draft vocabulary needs no second look
+
+    def one(x: Array) -> Whole:
+        logits = softcap(constrain(linear_rows(frozen["head"], constrain(x, "batch", None)), "vocab", "batch"), cap)
+        return Whole(jax.nn.logsumexp(logits, axis=0), jnp.take(lookup, jnp.argmax(logits, axis=0)))
+
+    said = jax.lax.map(one, split_rows(final.reshape(-1, final.shape[-1]), sequences, axis=0))
+    said = jax.tree.map(lambda x: join_rows(x, sequences, length).reshape(sequences, length), said)
+    return jax.tree.map(jax.lax.stop_gradient, said)
+
+
 def _soft_terms(
-    inputs: list[Array], finals: list[Array], frozen: Params, weights: Array, cap: float
+    inputs: list[Array], finals: list[Array], whole: list[Whole] | None, frozen: Params, weights: Array, cap: float
 ) -> tuple[Array, StepTerms]:
     """Weighted sum of the soft cross entropies of all steps, in chunks, and the terms `[S, N * T]` of each row.
 
     Args:
         inputs: what the head reads, `[D, N * T]` a step. finals: aligned target states `[N, T, D]` a step.
+        whole: aligned `[N, T]`, a step; None for a full vocabulary.
         weights: float32 `[S, N, T]`. cap: soft cap on logits, 0 for none.
     """
-    ids, head = draft_ids(frozen), draft_head(frozen)
-    whole = (frozen["head"], ids) if ids is not None else None
     steps, sequences, length = weights.shape
+
+    def in_chunks(rows: Sequence[Array]) -> Array:  # [N, T] each -> [S * C, chunk]
+        return jnp.concatenate([split_rows(x.reshape(-1), sequences) for x in rows])
+
     hidden = jnp.concatenate([split_rows(x, sequences) for x in inputs])  # [S * C, D, chunk]
     final = jnp.concatenate([split_rows(x.reshape(-1, x.shape[-1]), sequences, axis=0) for x in finals])
-    scaled = jnp.concatenate([split_rows(x.reshape(-1), sequences) for x in weights])  # [S * C, chunk]
     hidden, final = constrain(hidden, None, None, "batch"), constrain(final, None, "batch", None)
-    total, terms = _chunked(hidden, head, whole, final, scaled, cap)
+    said = None if whole is None else Whole(*(in_chunks(rows) for rows in zip(*whole, strict=True)))
+    total, terms = _chunked(hidden, draft_head(frozen), said, final, in_chunks(list(weights)), cap)
 
     def by_step(x: Array) -> Array:
         return jnp.stack([join_rows(part, sequences, length) for part in x.reshape(steps, -1, x.shape[1])])
@@ -253,43 +283,40 @@ def _soft_terms(
     return total, StepTerms(*(jax.lax.stop_gradient(by_step(x)) for x in terms))
 
 
-def _soft_chunk(
-    hidden: Array, head: Array, whole: tuple[Array, Array] | None, final: Array, weights: Array, cap: float
-) -> Any:
-    """Weighted sum of one chunk, and its terms. `whole`: the full head `[V, D]`, of which `head` has the rows `ids`."""
+def _soft_chunk(hidden: Array, head: Array, whole: Whole | None, final: Array, weights: Array, cap: float) -> Any:
+    """Weighted sum of one chunk, and its terms. `head [Vd, D]`: of the draft vocabulary."""
     draft = constrain(linear(head, hidden), "vocab", "batch")
     log_draft = jax.nn.log_softmax(softcap(draft, cap), axis=0)  # [Vd, chunk]
     logits = softcap(constrain(linear_rows(head, final), "vocab", "batch"), cap)
-    full = logits
-    if whole is not None:
-        full = softcap(constrain(linear_rows(whole[0], final), "vocab", "batch"), cap)
-    target = jnp.exp(logits - jax.nn.logsumexp(full, axis=0))
+    if whole is None:
+        whole = Whole(jax.nn.logsumexp(logits, axis=0), jnp.argmax(logits, axis=0))
+    target = jnp.exp(logits - whole.normalizer)
     ce = -jnp.sum(target * log_draft, axis=0)
     accept = jnp.sum(jnp.minimum(target, jnp.exp(log_draft)), axis=0)
-    best = jnp.argmax(log_draft, axis=0)
-    hit = jnp.argmax(full, axis=0) == (best if whole is None else whole[1][best])
+    hit = jnp.argmax(log_draft, axis=0) == whole.best
     return jnp.sum(weights * ce), StepTerms(ce, accept, hit.astype(jnp.float32))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _chunked(
-    hidden: Array, head: Array, whole: tuple[Array, Array] | None, final: Array, weights: Array, cap: float
+    hidden: Array, head: Array, whole: Whole | None, final: Array, weights: Array, cap: float
 ) -> tuple[Array, StepTerms]:
     """`_soft_chunk` over chunks `[C, ..]`; the gradient reaches `hidden` alone."""
-    sums, terms = jax.lax.map(lambda x: _soft_chunk(x[0], head, whole, x[1], x[2], cap), (hidden, final, weights))
+    chunks = (hidden, whole, final, weights)
+    sums, terms = jax.lax.map(lambda x: _soft_chunk(x[0], head, x[1], x[2], x[3], cap), chunks)
     return jnp.sum(sums), terms
 
 
 def _chunked_forward(
-    hidden: Array, head: Array, whole: tuple[Array, Array] | None, final: Array, weights: Array, cap: float
+    hidden: Array, head: Array, whole: Whole | None, final: Array, weights: Array, cap: float
 ) -> tuple:
     """The value, and as residual the gradient: made along with it, so nothing of the vocabulary's size is kept."""
 
     def one(x: tuple) -> tuple:
-        (value, terms), grad = jax.value_and_grad(_soft_chunk, has_aux=True)(x[0], head, whole, x[1], x[2], cap)
+        (value, terms), grad = jax.value_and_grad(_soft_chunk, has_aux=True)(x[0], head, x[1], x[2], x[3], cap)
         return value, terms, grad
 
-    sums, terms, grad = jax.lax.map(one, (hidden, final, weights))
+    sums, terms, grad = jax.lax.map(one, (hidden, whole, final, weights))
     return (jnp.sum(sums), terms), grad
 
 
@@ -333,7 +360,7 @@ def mtp_loss(
     sequences, length = batch.input_ids.shape
     state = unroll(mtp.MODEL, params, config, frozen["embed"], batch, 1)[0]  # [D, N * T]
     labels, weights = _mtp_labels(batch.input_ids, batch.loss_mask, batch.segments)
-    final = jnp.pad(batch.final[:, 1:], ((0, 0), (0, 1), (0, 0))).reshape(sequences * length, -1)
+    final = shift(batch.final, 1).reshape(sequences * length, -1)
     normalizer, lookup = None, vocabulary_lookup(frozen)
     if lookup is not None:
         normalizer = shift(batch_normalizer(frozen, batch, config.final_softcap), 1).reshape(-1)

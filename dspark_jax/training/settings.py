@@ -228,9 +228,9 @@ class TrainSettings:
 
 
 def resolve_dtype(name: str) -> DTypeLike:
-    """The compute dtype of `auto`, `bfloat16` or `float32`: auto is float32 only on a CPU without bf16 matrix units."""
+    """The compute dtype of `auto`, `bfloat16` or `float32`: auto is float32 only on a CPU without bf16 products."""
     if name == "auto":
-        name = auto_dtype()
+        name = auto_dtype(training=True)
     return jnp.bfloat16 if name == "bfloat16" else jnp.float32
 
 

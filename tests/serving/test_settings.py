@@ -88,8 +88,12 @@ def test_auto_dtype_follows_the_processor(tmp_path):
     file = tmp_path / "cpuinfo"
     file.write_text("flags\t\t: fpu avx2 avx512_bf16\n")
     assert auto_dtype(file) == "float32"
+    assert auto_dtype(file, training=True) == "bfloat16"
+    file.write_text("flags\t\t: fpu avx2\n")
+    assert auto_dtype(file, training=True) == "float32"
     file.write_text("flags\t\t: fpu avx2 amx_bf16 amx_tile\n")
     assert auto_dtype(file) == "bfloat16"
+    assert auto_dtype(file, training=True) == "bfloat16"
     assert auto_dtype(tmp_path / "none") == "float32"
 
 
