@@ -232,7 +232,7 @@ def test_many_requests_keep_the_distribution(schedule: str) -> None:
         generator(schedule=schedule, batch_size=64, slot_sizes=sizes, curve=curve_for(sizes, 0.003, 1.7)),
         rounds=1 << 20,
     )
-    count = 4096
+    count = 2048
     settings = SamplingParams(temperature=1.0, max_tokens=LENGTH + 2)
     answers = [engine.submit(Request(str(i), PROMPT, settings, stream=i)) for i in range(count)]
     with engine:
