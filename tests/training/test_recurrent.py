@@ -143,19 +143,25 @@ def test_a_map_of_the_whole_vocabulary_changes_nothing() -> None:
 
 
 def test_a_reduced_vocabulary_counts_the_mass_outside_as_lost() -> None:
-    """Step 0 against numpy: p_t keeps its normaliser over all tokens, p_d is over the draft vocabulary."""
+    """Steps against numpy: p_t keeps its normaliser and its best token over all tokens, p_d is over the draft
+    vocabulary."""
     ids = np.arange(0, 300, 3)
     offsets = jnp.asarray(ids - np.arange(len(ids)), jnp.int32)
-    config = replace(DRAFTER.config, draft_vocab_size=len(ids), block_size=1)
+    config = replace(DRAFTER.config, draft_vocab_size=len(ids), block_size=2)
     _, metrics = run_loss(TRAINABLE, FROZEN | {"d2t": offsets}, config=config)
-    target = np.pad(DATA["target_logits"][:, 1:].astype(np.float64), ((0, 0), (0, 1), (0, 0)))
-    target = np.exp(target - np.log(np.exp(target).sum(-1, keepdims=True)))[..., ids]
-    draft = DATA["step_logits"][0].astype(np.float64)[..., ids]
-    draft = draft - np.log(np.exp(draft).sum(-1, keepdims=True))
-    mask = DATA["step_position_mask"][0]
-    np.testing.assert_allclose(metrics["ploss_0"][0], -((target * draft).sum(-1) * mask).sum(), rtol=1e-4)
-    accept = np.minimum(target, np.exp(draft)).sum(-1)
-    np.testing.assert_allclose(metrics["accept_rate@0"][0], (accept * mask).sum(), rtol=1e-4)
+    for step in range(2):
+        ahead = DATA["target_logits"][:, step + 1 :].astype(np.float64)
+        logits = np.pad(ahead, ((0, 0), (0, step + 1), (0, 0)))
+        target = np.exp(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))[..., ids]
+        draft = DATA["step_logits"][step].astype(np.float64)[..., ids]
+        draft = draft - np.log(np.exp(draft).sum(-1, keepdims=True))
+        mask = DATA["step_position_mask"][step]
+        ce = -((target * draft).sum(-1) * mask).sum()
+        np.testing.assert_allclose(metrics[f"ploss_{step}"][0], ce, rtol=1e-4)
+        accept = np.minimum(target, np.exp(draft)).sum(-1)
+        np.testing.assert_allclose(metrics[f"accept_rate@{step}"][0], (accept * mask).sum(), rtol=1e-4)
+        correct = logits.argmax(-1) == ids[draft.argmax(-1)]
+        assert metrics[f"accuracy@{step}"][0] == (correct * mask).sum()
 
 
 def test_bfloat16_is_close() -> None:
