@@ -11,14 +11,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+_MANY_ROWS = 16  # from which CPUs with AVX-512 BF16 are faster in bfloat16: twice with 64, slower with 1
 
-def auto_dtype(cpuinfo: str | Path = "/proc/cpuinfo", *, training: bool = False) -> str:
+
+def auto_dtype(cpuinfo: str | Path = "/proc/cpuinfo", *, rows: int = 1) -> str:
     """The fast dtype of the default device: bfloat16 on GPU, TPU and CPUs with AMX, else float32.
 
     Args:
         cpuinfo: where Linux lists the processor's flags; a file that is absent means none.
-        training: for products of many rows, which CPUs with AVX-512 BF16, too, take faster in bfloat16;
-            the few rows of decoding they do not.
+        rows: that are multiplied together; of many, CPUs with AVX-512 BF16, too, take bfloat16.
     """
     import jax  # not above: programs print their help without it
 
@@ -26,7 +27,7 @@ def auto_dtype(cpuinfo: str | Path = "/proc/cpuinfo", *, training: bool = False)
         return "bfloat16"
     file = Path(cpuinfo)
     flags = set(file.read_text().split()) if file.is_file() else set()
-    fast = {"amx_bf16", "avx512_bf16"} if training else {"amx_bf16"}
+    fast = {"amx_bf16", "avx512_bf16"} if rows >= _MANY_ROWS else {"amx_bf16"}
     return "bfloat16" if fast & flags else "float32"
 
 

@@ -187,7 +187,7 @@ def _regenerate(settings: RegenerateSettings) -> None:
 
 
 def _answer(settings: RegenerateSettings) -> None:
-    dtype = auto_dtype() if settings.dtype == "auto" else settings.dtype
+    dtype = auto_dtype(rows=settings.batch_size) if settings.dtype == "auto" else settings.dtype
     target = load_target(settings.target or embedded_target_path(), dtype=jnp.dtype(dtype))
     generator = Generator(target, None, batch_size=settings.batch_size, seed=settings.seed)
     tokens = 0

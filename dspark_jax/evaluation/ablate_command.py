@@ -174,7 +174,7 @@ def ablate(settings: AblateSettings) -> dict[str, Any]:
     from dspark_jax.evaluation.study_run import Lab
     from dspark_jax.profiling.measure import Timing
 
-    lab = Lab(base, settings.output)
+    lab = Lab(base, settings.output, settings.batch_size)
     lab.check()
     protocols = [settings.protocol(temperature, base.seed) for temperature in settings.temperatures]
     bench = Workbench(lab, benchmarks, others, protocols, base.seed, settings.slots, Timing(repeats=settings.repeats))

@@ -202,7 +202,7 @@ def load_systems(settings: EvalSettings) -> _Models:
     from dspark_jax.drafters.ngram import NgramConfig
     from dspark_jax.sharding import MeshShape, make_mesh
 
-    dtype = auto_dtype() if settings.dtype == "auto" else settings.dtype
+    dtype = auto_dtype(rows=settings.batch_size) if settings.dtype == "auto" else settings.dtype
     devices, mesh = settings.data * settings.tensor, None
     if devices > 1:
         if devices > len(jax.devices()):

@@ -86,7 +86,7 @@ class Workbench:
 
     def timed(self, name: str, key: Mapping[str, Any], measure: Callable[[], Samples]) -> Samples:
         """Samples of a timing, measured once for these settings on this machine."""
-        machine = asdict(key_of(self.lab.target_config, None, jnp.dtype(self.lab.dtype), "plain", None))
+        machine = asdict(key_of(self.lab.target_config, None, jnp.dtype(self.lab.clocked.dtype), "plain", None))
         known = {**key, "machine": machine, "timing": asdict(self.timing), "context": self.context}
         return kept(self.lab.output / "timings" / f"{name}.json", known, measure)
 
@@ -304,8 +304,8 @@ def latency(study: Study, bench: Workbench, folder: Path) -> Report:
     for slots in bench.slots:
 
         def measure(slots: int = slots) -> Samples:
-            made = {name: untrained(shape, jnp.dtype(bench.lab.dtype)) for name, shape in shapes.items()}
-            return head_rounds(bench.lab.target, made, slots, bench.context, bench.timing)
+            made = {name: untrained(shape, jnp.dtype(bench.lab.clocked.dtype)) for name, shape in shapes.items()}
+            return head_rounds(bench.lab.clocked.target, made, slots, bench.context, bench.timing)
 
         key = {"slots": slots, "shapes": {name: repr(shape) for name, shape in shapes.items()}}
         samples = bench.timed(f"heads-{slots}", key, measure)
@@ -350,10 +350,14 @@ def _draft_times(
 ) -> None:
     """Seconds of a draft, by drafter: a round with it less one without."""
     slots = bench.slots[0]
-    found: dict[str, Any] = {name: system.drafter for name, system in systems.items() if system.drafter is not None}
+    found = {
+        variant.name: bench.lab.clocked.drafter(bench.lab.trained(variant.changes))
+        for variant in variants
+        if variant.name in systems and variant.trained
+    }
 
     def measure() -> Samples:
-        return draft_rounds(bench.lab.target, found, slots, bench.context, bench.timing)
+        return draft_rounds(bench.lab.clocked.target, found, slots, bench.context, bench.timing)
 
     key = {"slots": slots, "shapes": {name: repr(drafter.config) for name, drafter in found.items()}}
     samples = bench.timed(f"drafts-{study.name}-{slots}", key, measure)

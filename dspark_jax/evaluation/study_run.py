@@ -79,10 +79,12 @@ class Lab:
 
     Attributes:
         base: the config that variants change. output: folder of all that is kept.
+        rows: conversations that are answered together.
     """
 
     base: TrainSettings
     output: Path
+    rows: int = 1
 
     def check(self) -> None:
         """Refuses a base that studies cannot change, before anything is loaded.
@@ -147,7 +149,12 @@ class Lab:
     @property
     def dtype(self) -> str:
         """Name of the dtype that answers are made in: the config's, or where that is auto, what decodes fastest."""
-        return auto_dtype() if self.base.compute_dtype == "auto" else self.base.compute_dtype
+        return auto_dtype(rows=self.rows) if self.base.compute_dtype == "auto" else self.base.compute_dtype
+
+    @cached_property
+    def clocked(self) -> Lab:
+        """The lab with the dtype that answers few requests fastest, for timings."""
+        return replace(self, rows=1)
 
     @property
     def training_dtype(self) -> str:

@@ -226,7 +226,7 @@ def _curve(bench: Workbench, variant: Variant, longest: int) -> Curve:
     """This machine's curve for a drafter, measured where it is not stored in the output folder."""
     trained = bench.lab.trained(variant.changes)
     mode: Mode = "greedy" if bench.top.temperature == 0 else "plain"
-    models = Models(bench.lab.target, bench.lab.drafter(trained), mode, stop_ids=())
+    models = Models(bench.lab.clocked.target, bench.lab.clocked.drafter(trained), mode, stop_ids=())
     folder = bench.lab.output / "curves"
     folder.mkdir(parents=True, exist_ok=True)
     return curve_for(

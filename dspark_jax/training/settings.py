@@ -230,7 +230,7 @@ class TrainSettings:
 def resolve_dtype(name: str) -> DTypeLike:
     """The compute dtype of `auto`, `bfloat16` or `float32`: auto is float32 only on a CPU without bf16 products."""
     if name == "auto":
-        name = auto_dtype(training=True)
+        name = auto_dtype(rows=1 << 10)  # an update has thousands
     return jnp.bfloat16 if name == "bfloat16" else jnp.float32
 
 

@@ -35,6 +35,13 @@ class _Lab:
     def lacks(self, variant: Variant) -> str:
         return f"{variant.name}: too large" if variant.name in self.lacking.split(",") else ""
 
+    @property
+    def clocked(self) -> Any:
+        return self
+
+    def drafter(self, trained: Any) -> Any:
+        return SimpleNamespace(config=trained.name)
+
     def trained(self, changes: Any) -> Any:
         self.order.append(changes.get("drafter.kind", "dspark"))
         held_out = {"held_out_tau_probabilistic": 2.5}

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from dspark_jax.evaluation import study_run
 from dspark_jax.evaluation.answering import PLAIN, Protocol, System
 from dspark_jax.evaluation.benchmarks import read_benchmarks
 from dspark_jax.evaluation.studies import STUDIES, Variant
@@ -129,6 +130,13 @@ def test_a_config_that_studies_cannot_change_is_refused(fields: dict[str, Any], 
 def test_a_variant_that_the_target_does_not_have_says_why(lab: Lab) -> None:
     assert lab.lacks(Variant("8192", {"drafter.draft_vocab_size": 8192})).startswith("draft_vocab_size 8192: must lie")
     assert lab.lacks(Variant("plain", {"drafter.draft_vocab_size": 8192})) == "" == lab.lacks(Variant("all"))
+
+
+def test_many_answers_and_few_timed_requests_may_have_other_dtypes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study_run, "auto_dtype", lambda rows: f"for {rows} rows")
+    one = Lab(replace(lab.base, compute_dtype="auto"), lab.output, rows=32)
+    assert one.dtype == "for 32 rows" and one.clocked.dtype == "for 1 rows"
+    assert Lab(replace(lab.base, compute_dtype="bfloat16"), lab.output, rows=32).clocked.dtype == "bfloat16"
 
 
 # --- made once ---

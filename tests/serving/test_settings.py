@@ -87,13 +87,13 @@ def test_unknown_options_and_types_exit_with_2(words, capsys):
 def test_auto_dtype_follows_the_processor(tmp_path):
     file = tmp_path / "cpuinfo"
     file.write_text("flags\t\t: fpu avx2 avx512_bf16\n")
-    assert auto_dtype(file) == "float32"
-    assert auto_dtype(file, training=True) == "bfloat16"
+    assert auto_dtype(file) == auto_dtype(file, rows=15) == "float32"
+    assert auto_dtype(file, rows=16) == "bfloat16"
     file.write_text("flags\t\t: fpu avx2\n")
-    assert auto_dtype(file, training=True) == "float32"
+    assert auto_dtype(file, rows=16) == "float32"
     file.write_text("flags\t\t: fpu avx2 amx_bf16 amx_tile\n")
     assert auto_dtype(file) == "bfloat16"
-    assert auto_dtype(file, training=True) == "bfloat16"
+    assert auto_dtype(file, rows=16) == "bfloat16"
     assert auto_dtype(tmp_path / "none") == "float32"
 
 
