@@ -135,7 +135,7 @@ def write_board(folder: Path, scores: Scores) -> None:
                         "verified": score.verified.value,
                         "acceptance_rate": score.acceptance_rate.value,
                         "tokens_per_second": score.tokens_per_second,
-                        "speedup": score.speedup,
+                        "speedup": score.speedup.value,
                     }
                     for figure, value in values.items():
                         if value is not None:

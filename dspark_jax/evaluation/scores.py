@@ -42,7 +42,8 @@ class Score:
         accepted_length: committed tokens per round, bonus token included.
         verified: draft tokens per round that the target looked at. acceptance_rate: accepted by verified ones.
         reached: rounds that decided on each position with all before it accepted. positions: share that accepted it.
-        seconds: wall seconds. tokens_per_second, speedup: by them, the latter against plain decoding; None without.
+        seconds: wall seconds. tokens_per_second, speedup: by them, None without; the latter against plain decoding's on
+            the same conversations, of several benchmarks the mean.
     """
 
     answers: int
@@ -56,7 +57,7 @@ class Score:
     positions: tuple[Estimate, ...]
     seconds: float
     tokens_per_second: float | None
-    speedup: float | None
+    speedup: Estimate
 
 
 @dataclass(frozen=True)
@@ -186,11 +187,12 @@ def _score(parts: Sequence[_Totals], plain: Sequence[_Totals] | None) -> Score:
     certain = all(part.conversations > 1 for part in parts)
     reached, accepted = (sum(getattr(part, name) for part in parts) for name in ("reached", "accepted"))
     by_position = _divided(np.asarray(accepted), np.asarray(reached))
-    speedup = None
+    speedup = Estimate(None)
     if plain is not None:
-        speeds = [part.ratio("tokens", "wall")[0] for part in parts]
-        ratios = [mine / part.ratio("tokens", "wall")[0] for mine, part in zip(speeds, plain, strict=True)]
-        speedup = float(np.mean(ratios)) if not np.isnan(ratios).any() else None
+        speeds = ([part.ratio("tokens", "wall") for part in of] for of in (parts, plain))
+        ratios = [_divided(mine, other) for mine, other in zip(*speeds, strict=True)]
+        if not any(np.isnan(ratio[0]) for ratio in ratios):
+            speedup = _estimate(_mean(ratios), certain)
     seconds = total("wall")
     return Score(
         answers=int(total("answers")),

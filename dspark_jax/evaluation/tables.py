@@ -83,7 +83,7 @@ _SPEED: tuple[tuple[str, Callable[[Score], str]], ...] = (
     ("tokens", lambda score: str(score.tokens)),
     ("stopped %", lambda score: number(score.stopped, 1, 100)),
     ("tokens/s", lambda score: number(score.tokens_per_second, 1)),
-    ("speed-up", lambda score: number(score.speedup)),
+    ("speed-up", lambda score: with_interval(score.speedup)),
     ("accepted length", lambda score: number(score.accepted_length.value)),
     ("verified per round", lambda score: with_interval(score.verified)),
     ("acceptance rate %", lambda score: with_interval(score.acceptance_rate, 1, 100)),

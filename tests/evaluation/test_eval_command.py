@@ -113,7 +113,7 @@ def test_a_run_leaves_all_files(base: Path) -> None:
     text = (base / "report.md").read_text()
     assert "| drafter |" in text and "temperature 1, answers of at most 6 tokens, seed 0" in text
     assert "GSM8K 2, notes 2" in text and "dspark: " in text
-    speedup = report["by_benchmark"]["dspark"]["gsm8k"]["speedup"]
+    speedup = report["by_benchmark"]["dspark"]["gsm8k"]["speedup"]["value"]
     of = {s: report["by_benchmark"][s]["gsm8k"]["tokens_per_second"] for s in ("plain", "dspark")}
     assert speedup == pytest.approx(of["dspark"] / of["plain"])
     assert report["versions"]["jax"] and report["device"]["platform"] == "cpu"
@@ -164,7 +164,7 @@ def verified(report: dict[str, Any]) -> float:
 
 
 def speedup(report: dict[str, Any]) -> float | None:
-    return report["by_domain"]["dspark"]["all"]["speedup"]
+    return report["by_domain"]["dspark"]["all"]["speedup"]["value"]
 
 
 def clockless(report: dict[str, Any]) -> set[str]:

@@ -27,9 +27,9 @@ def test_sums_and_ratios_are_of_all_rounds_together() -> None:
     assert found.accepted_length.value == pytest.approx(10 / 4)
     assert found.verified.value == 3 and found.acceptance_rate.value == pytest.approx(6 / 12)
     assert found.seconds == 5 and found.tokens_per_second == pytest.approx(12 / 5)
-    assert found.speedup == pytest.approx((12 / 5) / (20 / 10))
+    assert found.speedup.value == pytest.approx((12 / 5) / (20 / 10))
     plain = scores.by_benchmark["plain"]["gsm8k"]
-    assert plain.accepted_length == Estimate(1.0, 1.0, 1.0) and plain.speedup == 1
+    assert plain.accepted_length == Estimate(1.0, 1.0, 1.0) and plain.speedup == Estimate(1.0, 1.0, 1.0)
     assert plain.acceptance_rate == Estimate(None) and plain.positions == () and plain.verified.value == 0
     assert scores.by_domain["d"]["math"] == scores.by_domain["d"]["all"] == found
 
@@ -87,17 +87,33 @@ def test_speedup_of_a_domain_is_the_mean_of_its_benchmarks() -> None:
         outcome("plain", "b", "c0", [0] * 9, block=0, wall=1.0), outcome("d", "b", "c0", [0] * 9, wall=1.0),
     ]  # fmt: skip
     scores = score(outcomes, benchmarks, ["plain", "d"], baseline="plain")
-    assert scores.by_domain["d"]["math"].speedup == pytest.approx((2 + 1) / 2)
+    assert scores.by_domain["d"]["math"].speedup.value == pytest.approx((2 + 1) / 2)
     assert scores.by_domain["d"]["math"].tokens_per_second == pytest.approx(20 / 6)
+
+
+def test_a_speedup_is_resampled_over_the_same_conversations() -> None:
+    """Answers of other lengths of time, each halved, leave no doubt; one that gained nothing does."""
+    one = benchmark("a", conversations=5)
+
+    def speedup(walls: list[float]) -> Estimate:
+        outcomes = [outcome("plain", "a", f"c{i}", [0] * 9, block=0, wall=2.0 + i) for i in range(5)]
+        outcomes += [outcome("d", "a", f"c{i}", [0] * 9, wall=wall) for i, wall in enumerate(walls)]
+        return score(outcomes, [one], ["plain", "d"], baseline="plain").by_benchmark["d"]["a"].speedup
+
+    halved = [1 + i / 2 for i in range(5)]
+    assert speedup(halved) == pytest.approx(Estimate(2, 2, 2))
+    mixed = speedup([2.0, *halved[1:]])
+    assert mixed.value == pytest.approx(20 / 11) and mixed.low is not None and mixed.high is not None
+    assert 1 <= mixed.low < mixed.value < mixed.high <= 2 + 1e-9
 
 
 def test_there_is_no_speed_without_a_clock_or_plain_decoding() -> None:
     outcomes = [outcome("plain", "a", "c0", [0], block=0, wall=1.0), outcome("d", "a", "c0", [1])]
     found = score(outcomes, [benchmark("a")], ["plain", "d"], baseline="plain").by_benchmark["d"]["a"]
-    assert found.tokens_per_second is None and found.speedup is None
+    assert found.tokens_per_second is None and found.speedup.value is None
     timed = [outcome("d", "a", "c0", [1], wall=2.0)]
     found = score(timed, [benchmark("a")], ["d"], baseline="plain").by_benchmark["d"]["a"]
-    assert found.tokens_per_second == 1.5 and found.speedup is None
+    assert found.tokens_per_second == 1.5 and found.speedup.value is None
 
 
 def test_intervals_are_those_of_a_plain_bootstrap() -> None:
@@ -156,7 +172,7 @@ def test_plain_decoding_is_in_no_difference() -> None:
     outcomes = random_outcomes({"plain": 0, "x": 0.5, "y": 0.6, "z": 0.7}, [one])
     scores = score(outcomes, [one], ["plain", "x", "y", "z"], baseline="plain")
     assert list(scores.differences) == [("x", "y"), ("x", "z"), ("y", "z")]
-    assert scores.by_domain["x"]["all"].speedup == pytest.approx(2)
+    assert scores.by_domain["x"]["all"].speedup.value == pytest.approx(2)
 
 
 def test_one_conversation_has_no_interval() -> None:

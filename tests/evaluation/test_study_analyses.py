@@ -122,7 +122,7 @@ def test_decoding_shows_its_speed_among_the_timings(tmp_path: Path) -> None:
     report, markdown = made("main", tmp_path, method="decode")
     before, after = markdown.split(TIMINGS)
     assert "speed-up" in after and "speed-up" not in before
-    assert report.timing_values["T1"]["dspark"]["all"]["speedup"] == pytest.approx(2.0, abs=0.1)
+    assert report.timing_values["T1"]["dspark"]["all"]["speedup"]["value"] == pytest.approx(2.0, abs=0.1)
 
 
 def test_variants_stand_along_their_axis(tmp_path: Path) -> None:
