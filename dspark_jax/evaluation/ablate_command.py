@@ -20,7 +20,7 @@ from dspark_jax.data.prompts import sampling_fields
 from dspark_jax.evaluation.answering import Method, Protocol
 from dspark_jax.evaluation.benchmarks import Benchmark
 from dspark_jax.evaluation.eval_command import EvalSettings, read_prompts
-from dspark_jax.evaluation.studies import Study, chosen
+from dspark_jax.evaluation.studies import Study, chosen, only
 from dspark_jax.training.settings import TrainSettings
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ class AblateSettings:
     Attributes:
         config: the training run whose variants are compared, as `dspark train --config`: a DSpark drafter.
         study: names of studies, or all.
+        variants: patterns of names, as "vanilla*": other variants of depth, head, block, positions, vocab, loss and
+            cache are left out; all by default.
         prompts: what is asked: JSONL files with `turns`, named like a benchmark (gsm8k.jsonl), folders of such,
             hf:NAME[@CONFIG][:SPLIT], or names of benchmarks.
         lines: lines of each source to ask, by their 1-based number. Confidences are calibrated on the others.
@@ -66,6 +68,7 @@ class AblateSettings:
 
     config: Path
     study: tuple[str, ...] = ("all",)
+    variants: tuple[str, ...] = ()
     prompts: tuple[str, ...] = ()
     lines: Lines = "even"
     limit: int = 20
@@ -83,8 +86,8 @@ class AblateSettings:
     json: Path | None = None
 
     def studies(self) -> list[Study]:
-        """The studies that are asked for; ValueError for an unknown one."""
-        return chosen(self.study)
+        """The studies that are asked for; ValueError for an unknown one, or one that has none of the variants."""
+        return [only(study, self.variants) for study in chosen(self.study)]
 
     def check(self) -> None:
         """Refuses what cannot run, before anything is read.

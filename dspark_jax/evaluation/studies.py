@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from dspark_jax.training.settings import TrainSettings
@@ -295,3 +296,21 @@ def chosen(names: tuple[str, ...]) -> list[Study]:
         wrong = f"study {unknown[0]!r}: unknown" if unknown else "study: none is named"
         raise ValueError(f"{wrong}, must be of {', '.join(STUDIES)}, or {ALL}")
     return [study for study in STUDIES.values() if ALL in names or study.name in names]
+
+
+def only(study: Study, patterns: tuple[str, ...]) -> Study:
+    """A study with those of its variants whose names match a pattern (as of file names), all without patterns.
+
+    Studies whose figures need all of their variants stay whole.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not patterns or study.kind not in ("drafters", "positions"):
+        return study
+    variants = tuple(one for one in study.variants if any(fnmatchcase(one.name, pattern) for pattern in patterns))
+    if not variants:
+        known = "; ".join(one.name for one in study.variants)
+        raise ValueError(f"variants {' '.join(patterns)}: match none of study {study.name}, which has {known}")
+    left = {one.name for one in variants}
+    return replace(study, variants=variants, pairs=tuple(pair for pair in study.pairs if left.issuperset(pair)))

@@ -33,7 +33,13 @@ def view(study: Any, bench: Any, folder: Path) -> Report:
         [f"{one.name} {one.domain} {[c.id for c in one.conversations]}" for one in benchmarks]
         for benchmarks in (bench.benchmarks, bench.fit_benchmarks)
     )
-    values = {"base": repr(bench.lab.base), "asked": asked, "others": others, "slots": list(bench.slots)}
+    values = {
+        "base": repr(bench.lab.base),
+        "variants": [one.name for one in study.variants],
+        "asked": asked,
+        "others": others,
+        "slots": list(bench.slots),
+    }
     values |= {"protocols": [asdict(one) for one in bench.protocols], "timing": asdict(bench.timing)}
     return Report(values=values | {"seed": bench.seed, "place": str(folder)}, sections=["seen"])
 
@@ -52,8 +58,8 @@ def run(folder: Path, **options: Any) -> dict[str, Any]:
 
 
 OPTIONS: dict[str, Any] = {
-    "study": ("main", "load"), "lines": "odd", "limit": 1, "domains": ("gsm8k=code",), "max_prompt_tokens": 30,
-    "temperatures": (0.5,), "max_tokens": 5, "batch_size": 3, "seed": 7, "steps": 3, "method": "decode",
+    "study": ("main", "load"), "variants": ("none*",), "lines": "odd", "limit": 1, "domains": ("gsm8k=code",),
+    "max_prompt_tokens": 30, "temperatures": (0.5,), "max_tokens": 5, "batch_size": 3, "seed": 7, "steps": 3, "method": "decode",
     "slots": (1, 3), "repeats": 2,
 }  # fmt: skip
 
@@ -72,7 +78,8 @@ def test_every_option_changes_something(name: str, folder: Path, tmp_path: Path,
         given = words(folder, "--study", "main", "--json", other[name])
         assert command.main(given) == 0 and "main" in json.loads(Path(other[name]).read_text())["studies"]
         return
-    assert run(folder, **other) != run(folder)
+    plain = {"study": ("block",)} if name == "variants" else {}
+    assert run(folder, **plain, **other) != run(folder, **plain)
     if name == "output":
         assert (tmp_path / "elsewhere" / "main" / "report.md").exists()
 
@@ -86,7 +93,7 @@ def test_a_run_says_how_it_was_made(folder: Path, seen: None, capsys: Any) -> No
         "of at most 40 tokens, even lines: GSM8K 1, MT-Bench 1",
     ):
         assert part in said
-    for part in ("temperatures 0, 1", "at most 9 tokens", "method forced", "batches of 4", "target target, float32"):
+    for part in ("temperatures 0, 1", "at most 9 tokens", "method forced", "batches of 4", "answers in float32, training in float32"):
         assert part in said
 
 
@@ -109,6 +116,10 @@ def refused(given: list[str], capsys: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (
+            ["--study", "head", "--variants", "rnn2"],
+            "variants rnn2: match none of study head, which has vanilla; gated",
+        ),
         (["--study", "mian"], "study 'mian': unknown, must be of main, depth"),
         (["--config", "nowhere.py"], "config nowhere.py: no such file"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),

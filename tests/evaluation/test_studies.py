@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dspark_jax.evaluation.benchmarks import KNOWN
-from dspark_jax.evaluation.studies import DFLASH, DSPARK, STUDIES, Study, Variant, changed, chosen
+from dspark_jax.evaluation.studies import DFLASH, DSPARK, STUDIES, Study, Variant, changed, chosen, only
 from dspark_jax.evaluation.study_kinds import KINDS
 from dspark_jax.models.config import RopeConfig, TransformerConfig
 from dspark_jax.training.objectives import check_loss
@@ -86,6 +86,18 @@ def test_other_kinds_are_what_their_configs_say(kind: str) -> None:
 
 def _variant(study: str, name: str) -> Variant:
     return next(variant for variant in STUDIES[study].variants if variant.name == name)
+
+
+def test_a_study_of_some_variants_keeps_their_pairs() -> None:
+    block = STUDIES["block"]
+    some = only(block, ("vanilla*", "none, gamma 7"))
+    assert [one.name for one in some.variants] == [*(f"vanilla, gamma {n}" for n in (3, 7, 11, 15)), "none, gamma 7"]
+    assert some.pairs == (("vanilla, gamma 7", "none, gamma 7"),)
+    assert only(block, ()) == block and only(STUDIES["main"], ("none*",)) == STUDIES["main"]
+    with pytest.raises(
+        ValueError, match=r"variants rnn\?: match none of study head, which has vanilla; gated; rnn; none"
+    ):
+        only(STUDIES["head"], ("rnn?",))
 
 
 def test_the_paper_s_table_has_the_benchmarks_of_this_project() -> None:
