@@ -118,8 +118,9 @@ def _matmul_backward(axis: int, saved: tuple[Array, Array], cotangent: Array) ->
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
+@jax.custom_vjp
 def gather_rows(table: Array, ids: Array) -> Array:
-    """Rows `ids [B]` of `table [V, D]`, as they are: `[B, D]`."""
+    """Rows `ids [B]` of `table [V, D]`, as they are: `[B, D]`. The gradient of a row adds up in float32."""
     if table.dtype == jnp.bfloat16 and for_cpu():
         # The CPU compiler gathers no bf16, and would convert the whole table; the barrier keeps it from doing so once
         # per call, outside the loop over rounds, so that it fuses the conversion with the gather.
@@ -127,6 +128,20 @@ def gather_rows(table: Array, ids: Array) -> Array:
         bits = jnp.take(jax.lax.bitcast_convert_type(table, jnp.uint16), ids, axis=0)
         return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
     return jnp.take(table, ids, axis=0)
+
+
+def _gather_forward(table: Array, ids: Array) -> tuple[Array, tuple[Array, Array]]:
+    return gather_rows(table, ids), (table, ids)
+
+
+def _gather_backward(inputs: tuple[Array, Array], cotangent: Array) -> tuple[Array, None]:
+    """Of its own: bits have no gradient, and sums in bf16 would lose what frequent rows get."""
+    table, ids = inputs
+    sums = jnp.zeros(table.shape, jnp.float32).at[ids].add(cotangent.astype(jnp.float32))
+    return sums.astype(table.dtype), None
+
+
+gather_rows.defvjp(_gather_forward, _gather_backward)
 
 
 def take_rows(table: Array, ids: Array) -> Array:
