@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 from dspark_jax.models.config import RopeConfig, rope_from_hf
-from dspark_jax.models.layers import gated_mlp, head_norm, linear, rms_norm, rope_frequencies, rope_tables, rotate
+from dspark_jax.models.layers import (
+    gated_mlp,
+    gather_rows,
+    head_norm,
+    linear,
+    rms_norm,
+    rope_frequencies,
+    rope_tables,
+    rotate,
+    take_rows,
+)
 from dspark_jax.models.platform import compiling_for
 
 
@@ -160,6 +170,20 @@ def test_linear(rows, dtype):
     np.testing.assert_allclose(ours, want, atol=1e-5)
     out = linear(jnp.swapaxes(weight, 0, 3), jax.random.normal(jax.random.key(0), (6, rows)))
     assert out.shape == (4, 2, 3, rows)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_of_a_table_and_their_gradient(dtype):
+    """A row that is read often gets the sum of all, though each is too small to change a sum in bfloat16."""
+    table = jax.random.normal(jax.random.key(0), (50, 4)).astype(dtype)
+    ids = jnp.asarray([3] * 1000 + [7, 49])
+    np.testing.assert_array_equal(jax.jit(gather_rows)(table, ids), np.asarray(table)[np.asarray(ids)])
+    np.testing.assert_array_equal(take_rows(table, ids), np.asarray(table, np.float32)[np.asarray(ids)].T)
+    found = jax.jit(jax.grad(lambda t: jnp.sum(take_rows(t, ids))))(table)
+    want = np.zeros((50, 4))
+    want[3], want[[7, 49]] = 1000, 1
+    np.testing.assert_allclose(np.asarray(found, np.float32), want, rtol=2**-8)
+    assert found.dtype == dtype
 
 
 def test_compiling_for_another_platform_leaves_the_rules_of_cpus() -> None:

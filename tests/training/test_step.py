@@ -82,7 +82,14 @@ def keep_gradients() -> optax.GradientTransformation:
 
 @functools.cache
 def compiled(
-    kind: str, loss: LossConfig, mesh: tuple[int, int, int], micro: int, online: bool, ema: float, grads: bool
+    kind: str,
+    loss: LossConfig,
+    mesh: tuple[int, int, int],
+    micro: int,
+    online: bool,
+    ema: float,
+    grads: bool,
+    dtype: str = "float32",
 ) -> TrainStep:
     """A step for the tiny target; made once for each set of arguments, as compiling is what takes time here."""
     config = load_target(TARGETS / "llama_tied").config
@@ -95,7 +102,7 @@ def compiled(
         num_anchors=6,
         seed=0,
         ema=ema,
-        compute_dtype=jnp.float32,
+        compute_dtype=jnp.dtype(dtype),
         target=config if online else None,
         micro_batches=micro,
     )
@@ -110,15 +117,22 @@ def run_step(
     micro: int = 1,
     ema: float = 0.0,
     grads: bool = False,
+    dtype: str = "float32",
+    markov: float = 0.0,
 ) -> tuple[TrainState, TrainState, dict[str, float]]:
-    """One update from a fresh state: the state before and after, and the mean metrics."""
+    """One update from a fresh state: the state before and after, and the mean metrics. `markov`: what the head's W2,
+    which begins with zeros, has in their place."""
     online = batch.features is None
     loss = loss or LOSSES.get(kind, FULL)
-    step = compiled(kind, loss, mesh, micro, online, ema, grads)
+    step = compiled(kind, loss, mesh, micro, online, ema, grads, dtype)
     config = drafter_config(SHAPES[kind], target.config)
     frozen = make_frozen(target.params, D2T if config.trims_vocabulary else None, online)
     optimizer = keep_gradients() if grads else make_optimizer(1e-2)
     start = init_state(config, optimizer, 0, ema > 0, step.mesh)
+    if markov:
+        head = start.params["markov"]
+        filled = head | {"w2": markov * jax.random.normal(jax.random.key(3), head["w2"].shape)}
+        start = start._replace(params=start.params | {"markov": filled})
     before = jax.device_get(start)
     arguments = place_frozen(frozen, step.mesh), place_batch(batch, step.mesh, micro), jnp.int32(0)
     after, metrics = step(start, *arguments)
@@ -142,6 +156,22 @@ def test_loss_and_gradients_do_not_depend_on_mesh_and_micro_batches(target: Targ
         _, many, again = run_step(target, batch, kind, mesh=mesh, micro=micro, grads=True)
         assert again == pytest.approx(found, rel=1e-5, abs=1e-6), (mesh, micro)
         close(many.opt_state, one.opt_state)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_gradients_in_bfloat16_are_those_of_float32(target: Target, kind: str) -> None:
+    """Every parameter: none may lose its gradient on the way through products and lookups in bfloat16."""
+    batch, markov = host_batch(), 0.1 if kind in ("dspark", "reduced") else 0.0
+    _, one, _ = run_step(target, batch, kind, grads=True, markov=markov)
+    _, two, _ = run_step(target, batch, kind, grads=True, markov=markov, dtype="bfloat16")
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(one.opt_state), jax.tree.leaves(two.opt_state), strict=True
+    ):
+        a, b = np.ravel(a).astype(np.float64), np.ravel(b).astype(np.float64)
+        norms = np.linalg.norm(a), np.linalg.norm(b)
+        name = jax.tree_util.keystr(path)
+        assert norms[0] > 0 and norms[1] == pytest.approx(norms[0], rel=0.1), name
+        assert a @ b > 0.98 * norms[0] * norms[1], name
 
 
 def test_quantised_states_are_read(target: Target) -> None:
