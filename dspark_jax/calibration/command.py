@@ -274,7 +274,7 @@ def calibrate(settings: CalibrateSettings) -> dict[str, Any]:
         FileNotFoundError, ValueError: nothing there, a drafter that cannot be calibrated, too few rounds.
     """
     settings.check()
-    dtype = auto_dtype() if settings.dtype == "auto" else settings.dtype
+    dtype = auto_dtype(rows=settings.batch_size) if settings.dtype == "auto" else settings.dtype
     target = None
     if not settings.records_in or settings.target is not None:
         target = load_target(settings.target or embedded_target_path(), dtype=dtype)
