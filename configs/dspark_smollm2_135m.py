@@ -12,9 +12,14 @@ Command: python train.py --config configs/dspark_smollm2_135m.py
     python train.py --config configs/dspark_smollm2_135m.py --initial runs/smollm2/train/drafter \
         --records runs/smollm2/more.jsonl runs/smollm2/records.jsonl runs/smollm2/self.jsonl \
         --output runs/smollm2/further --batch-size 4 --lr 6e-4 --warmup 0.02 --steps 5000
-Expected: accepted length about 2.5 on held-out GSM8K prompts at temperature 0; 2.2 after the first command (1.46 M
-blocks). The second part of the drafter that ships was made in two runs: 2,031 of 6,000 updates with --lr 8e-4, then
-3,000 with --lr 6e-4.
+    and then on new answers, once W1 of the sequential head had a gradient in bfloat16 on CPUs (the data of
+    configs/testbed_smollm2_135m.py, and 800 answers more by the same command with --temperatures 0.7 1 --seed 11
+    --window 800 --limit 800, their ids made different by a prefix):
+    python train.py --config configs/dspark_smollm2_135m.py --initial dspark_jax/assets/dspark-smollm2-135m \
+        --records runs/testbed/records.jsonl runs/testbed/more.jsonl --cache runs/testbed/cache --cache-kind float32 \
+        --output runs/smollm2/head --batch-size 4 --lr 1e-3 --warmup 0.03 --steps 800
+Expected: the figures of dspark_jax/assets/dspark-smollm2-135m.md. The second part of the drafter that ships was made in
+two runs: 2,031 of 6,000 updates with --lr 8e-4, then 3,000 with --lr 6e-4.
 Cost: the cache takes 7 kB a token, and 0.4 to 0.7 ms of computing; an update of 8 sequences 1.4 seconds on two CPU
 cores with bf16 matrix units, of 4 sequences 0.7 (GLIBC_TUNABLES=glibc.malloc.hugetlb=1 saves some 8 % of it on Linux).
 The data took an hour and a half there.
