@@ -127,9 +127,7 @@ TESTS: dict[type[Any], Table] = {
     | DRAFTERS,
     Eagle3Config: by(DRAFT, LAYER + " norm_before_residual") | DRAFTERS,
     MTPConfig: by(DRAFT, LAYER) | DRAFTERS,  # its target_layer_ids are always empty
-    NgramConfig: by(
-        "decoding/test_drafter_kinds.py::test_lookup_equals_a_plain_loop", "block_size longest shortest"
-    ),
+    NgramConfig: by("decoding/test_drafter_kinds.py::test_lookup_equals_a_plain_loop", "block_size longest shortest"),
     SamplingParams: by(ANSWERING + "test_samples_depend_on_seed_and_turn_alone", "temperature")
     | by(ANSWERING + "test_filters_reach_the_engine", "top_p top_k min_p")
     | by("decoding/test_generate.py::test_seeds", "seed")
@@ -169,9 +167,7 @@ TESTS: dict[type[Any], Table] = {
     | by(REGENERATE + "test_a_window_is_sorted_by_length", "window"),
     CacheSettings: by(CACHE + "test_options_come_before_the_config", "records max_length min_loss_tokens")
     | by(CACHE + "test_a_config_is_cached_as_it_was_estimated", "config kind estimate json")
-    | by(
-        CACHE + "test_sizes_come_from_a_config_json_a_folder_or_an_option", "target layers tokens samples hidden_size"
-    )
+    | by(CACHE + "test_sizes_come_from_a_config_json_a_folder_or_an_option", "target layers tokens samples hidden_size")
     | by(CACHE + "test_qwen3_4b_is_estimated_without_weights_and_network", "mean_length")
     | by(CACHE + "test_shards_share_the_samples", "cache shard")
     | by(CACHE + "test_batch_tokens_are_those_of_a_pass", "batch_tokens"),
@@ -235,9 +231,7 @@ TESTS: dict[type[Any], Table] = {
     | by(ANSWERING + "test_filters_reach_the_engine", "top_p top_k min_p")
     | by("evaluation/test_eval_command.py::test_a_field_changes_what_it_says", "max_tokens batch_size method")
     | by(ANSWERING + "test_confidences_along_plain_answers_are_for_the_asking", "confidences"),
-    StreamOptions: by(
-        COMPLETIONS + "test_usage_comes_last_where_it_is_asked_for", "include_usage include_obfuscation"
-    ),
+    StreamOptions: by(COMPLETIONS + "test_usage_comes_last_where_it_is_asked_for", "include_usage include_obfuscation"),
     ChatMessage: by(CHAT + "test_messages_of_all_kinds", "role content")
     | by(CHAT + "test_a_template_gets_names", "name")
     | by(NEUTRAL, "refusal annotations audio tool_calls function_call"),
@@ -294,6 +288,7 @@ def module(file: str) -> dict[str, str]:
     return found
 
 
+@functools.cache
 def sources(file: str, test: str) -> str:
     """A test's source with that of all tables, fixtures and helpers of its file that it names, or that those name."""
     defined, seen, todo = module(file), set[str](), [test]
