@@ -130,8 +130,10 @@ def test_an_option_changes_the_results(name, files, tmp_path):
     if "--long" in both:
         both = both[:-1]
         save_records(files["records"], records(RUNS, block=3, confidence=0.6, prompt=200))
-    both = both if both or name in ("loads", "rates") else ["--loads", "2"]
-    first = results(files, tmp_path, *(both or ["--loads", "2"]))
+    both = both if both or name in ("loads", "rates") else ["--loads", "2"]  # which those two take the place of
+    base = both or ["--loads", "2"]
+    first = results(files, tmp_path, *base)
+    assert results(files, tmp_path, *base) == first
     assert results(files, tmp_path, *both, *(word.format(folder=tmp_path) for word in more)) != first
 
 

@@ -155,7 +155,7 @@ def test_fields_say_when_a_run_writes(folder: Path) -> None:
 OTHER: dict[str, Any] = {
     "kind": "eagle3", "block_size": 3, "num_layers": 2, "target_layer_ids": (0, 1), "mask_token_id": 5,
     "draft_vocab_size": 32, "markov_rank": 4, "markov_kind": "gated", "confidence": False,
-    "confidence_with_markov": False, "intermediate_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
+    "confidence_with_markov": False, "intermediate_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 12,
 }  # fmt: skip
 
 
