@@ -70,7 +70,7 @@ def test_a_shape_fills_the_devices() -> None:
     assert dict(make_mesh(MeshShape(fsdp=2, tensor=2)).shape) == {"data": 2, "fsdp": 2, "tensor": 2}
 
 
-@pytest.mark.parametrize("shape", [MeshShape(3), MeshShape(fsdp=3), MeshShape(2, 2, 4), MeshShape(tensor=16)])
+@pytest.mark.parametrize("shape", [MeshShape(data=3), MeshShape(fsdp=3), MeshShape(2, 2, 4), MeshShape(tensor=16)])
 def test_a_mesh_that_does_not_divide_the_devices(shape: MeshShape) -> None:
     with pytest.raises(ValueError, match="does not divide the 8 devices"):
         make_mesh(shape)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dspark_jax.calibration import command, report
-from dspark_jax.calibration.collect import load_records, save_records
+from dspark_jax.calibration.collect import Records, load_records, save_records
 from dspark_jax.calibration.metrics import position_metrics
 from dspark_jax.calibration.sts import scaled
 from dspark_jax.checkpoints import deepspec, specforge
@@ -63,6 +65,64 @@ def test_prompts_become_rounds_of_both_parts(records: Path) -> None:
     assert (found.prompt_tokens[:-1] <= found.prompt_tokens[1:]).all()  # shortest first
     assert (found.tokens <= 24).all() and (found.verified <= found.block_size).all()
     assert found.about["max_tokens"] == 24 and found.about["temperature"] == 1.0
+
+
+Few = Callable[..., Records]
+
+
+@pytest.fixture
+def few(golden: Path, target: Path, prompts: list[str], tmp_path: Path) -> Few:
+    """Rounds of the first prompts of each file and part, with options; too few of them to fit, which comes later."""
+    places = ["--target", str(target), "--drafter", str(golden / "inference/dspark_qwen3_vanilla")]
+
+    def run(*flags: str) -> Records:
+        file = tmp_path / "rounds.npz"
+        file.unlink(missing_ok=True)
+        given = [*places, *FLAGS, "--prompts", *prompts, "--records-out", str(file), "--limit", "1", *flags]
+        command.main(given)
+        return load_records(file)
+
+    return run
+
+
+OPTIONS: dict[str, tuple[list[str], Callable[[Records], Any], Any]] = {  # option: words, what is looked at, the value
+    "fit_lines": (["--fit-lines", "even", "--test-lines", "none"], lambda r: {i[-1] for i in r.ids}, {"2"}),
+    "test_lines": (["--test-lines", "none"], lambda r: r.held_out.any(), False),
+    "limit": (["--limit", "2"], lambda r: len(r.ids), 8),
+    "max_tokens": (["--max-tokens", "8"], lambda r: r.tokens.max() <= 8, True),
+    "batch_size": (["--batch-size", "2"], lambda r: len(r.ids), 4),
+    "seed": (["--seed", "1"], lambda r: r.about["seed"], 1),
+    "temperature": (["--temperature", "0"], lambda r: r.about["temperature"], 0),
+    "dtype": (["--dtype", "bfloat16"], lambda r: r.about["dtype"], "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_changes_the_rounds(name: str, few: Few, monkeypatch) -> None:
+    words, look, wanted = OPTIONS[name]
+    sizes, collect = [], command.collect
+    monkeypatch.setattr(command, "collect", lambda *a, **how: (sizes.append(how["batch_size"]), collect(*a, **how))[1])
+    base, other = few(), few(*words)
+    assert look(other) == wanted and (name == "batch_size" or look(base) != wanted)
+    assert (sizes == [4, 2]) == (name == "batch_size")
+    rows, others = (np.sort(found.confidence, axis=0) for found in (base, other))
+    same = rows.shape == others.shape and np.allclose(rows, others, atol=1e-4)
+    assert same == (name == "batch_size")
+
+
+def test_long_prompts_are_left_out(few: Few) -> None:
+    longest = int(few("--limit", "0").prompt_tokens.max())
+    assert few("--limit", "0", "--max-prompt-tokens", str(longest - 1)).prompt_tokens.max() < longest
+
+
+def test_bins_are_those_of_the_errors(golden: Path, records: Path, tmp_path: Path) -> None:
+    flags = ["--drafter", str(golden / "inference/dspark_qwen3_vanilla"), "--records-in", str(records)]
+    errors = []
+    for bins in ("2", "10"):
+        assert command.main([*flags, "--bins", bins, "--json", str(tmp_path / "out.json")]) == 0
+        done = json.loads((tmp_path / "out.json").read_text())["splits"]["held_out"]["mean_ece"]["cumulative"]
+        errors.append(done["before"])
+    assert errors[0] < errors[1]  # halves of the interval hide what its tenths show
 
 
 def test_a_run_from_records_to_a_drafter(drafter: Path, records: Path, tmp_path: Path, capsys) -> None:

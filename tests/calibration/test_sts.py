@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -161,6 +163,22 @@ def test_of_equal_errors_the_one_nearest_to_1_wins():
     assert fit.temperatures == pytest.approx((1.0,)) and fit.biases == pytest.approx((np.log(0.335 / 0.665),), abs=0.01)
     half = fit_with_biases(confidence, np.arange(200) % 2 == 0, np.ones(200))
     assert half.temperatures == (1.0,) and half.biases == (0.0,)
+
+
+BASE = STSSettings(points=9, pair_points=7, refinements=1)
+OTHER = {
+    "low": 0.7, "high": 1.5, "points": 12, "bias": 0.3, "pair_points": 9, "refinements": 2, "bins": 3, "minimum": 1990,
+    "minimum_each": 900,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(STSSettings)])
+def test_every_field_changes_a_fit(name):
+    """Temperatures beyond the middle at the first position, below it at the second, and biases."""
+    confidence, accepted, verified = rounds(2000, (2.3, 0.45), shift=(-0.7, 0.9))
+    other = replace(BASE, **{name: OTHER[name]})
+    fit = fit_with_biases if name in ("bias", "pair_points") else fit_temperatures
+    assert fit(confidence, accepted, verified, other) != fit(confidence, accepted, verified, BASE)
 
 
 @given(st.floats(0.01, 0.99), st.floats(0.2, 5), st.floats(-3, 3))

@@ -77,7 +77,7 @@ def test_round_trips_between_all_pairs_are_bit_for_bit(name, write, tmp_path):
         if one == "sglang":  # half precision has other values
             params = float32(source)[1]
         there, back = tmp_path / f"{one}_{other}", tmp_path / f"{one}_{other}_{one}"
-        done = convert(ConvertSettings(str(source), there, other))
+        done = convert(ConvertSettings(source=str(source), output=there, format=other))
         assert (done["source_format"], done["format"]) == (one, other)
         read, weights = float32(there)
         assert read == replace(config, shares_embeddings="embed" not in params)

@@ -12,7 +12,7 @@ import pytest
 
 from dspark_jax import cli
 from dspark_jax.checkpoints.load import load_target
-from dspark_jax.data import cache_command
+from dspark_jax.data import cache_command, hidden_cache
 from dspark_jax.data.hidden_cache import HiddenCache, cache_key
 from dspark_jax.data.records import RecordSamples
 from tests.training.tiny_run import TARGETS, write_records
@@ -127,6 +127,37 @@ def test_a_config_is_cached_as_it_was_estimated(
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").iterdir()} == before
     if kind == "int8":
         assert "dtype is int8 in the cache, fp8 in this run" in refused(capsys, *words, "--kind", "fp8")
+
+
+def test_options_come_before_the_config(tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = write_records(tmp_path / "other.jsonl", 5, seed=1)
+
+    def figures(*words: str) -> tuple[int, int]:
+        run(capsys, "--config", str(config), "--estimate", "--json", str(tmp_path / "out.json"), *words)
+        found = json.loads((tmp_path / "out.json").read_text())
+        return found["samples"], found["tokens"]
+
+    whole = figures()
+    assert whole[0] == 12 and figures("--records", str(other))[0] == 5
+    assert whole[1] > 12 * 20
+    assert figures("--max-length", "20", "--min-loss-tokens", "1") == (12, 12 * 20)  # each has 20 at least
+    assert figures("--min-loss-tokens", "19")[0] < 12
+
+
+def test_batch_tokens_are_those_of_a_pass(
+    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, batches = [], hidden_cache._batches
+
+    def count(*args: Any) -> Any:
+        found = list(batches(*args))
+        passes.append(len(found))
+        return iter(found)
+
+    monkeypatch.setattr(hidden_cache, "_batches", count)
+    for number, words in enumerate(([], ["--batch-tokens", "24"])):
+        run(capsys, "--config", str(config), "--cache", str(tmp_path / f"cache{number}"), *words)
+    assert passes == [1, 2]  # of eight samples, one for each device
 
 
 def test_shards_share_the_samples(tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:

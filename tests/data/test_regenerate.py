@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from dspark_jax.checkpoints.load import load_target
+from dspark_jax.checkpoints.tokenizer import load_tokenizer
 from dspark_jax.data import regenerate
 from dspark_jax.decoding.generate import Generator, Request
 from dspark_jax.decoding.sampling import SamplingParams
@@ -78,6 +79,46 @@ def test_the_target_writes_prompts_itself(target: Path, prompts: Path, tmp_path:
     assert [turn["id"] for turn in sorted(turns, key=lambda t: t["id"])] == ["self:0", "self:1", "self:2"]
     answered = {row["id"] for row in made.values() if row["source"] == "out.self"}
     assert answered == {f"out.self/{turn['id']}@0" for turn in turns if turn["prompt"]}
+
+
+def test_sampling_options_change_the_answers(target: Path, prompts: Path, tmp_path: Path) -> None:
+    """Filters at their narrowest leave the most likely token alone; seeds decide the rest."""
+
+    def answers(name: str, *more: str) -> dict[str, list[int]]:
+        made = records(target, prompts, tmp_path / f"{name}.jsonl", "--limit", "2", "--line-filter", "even", *more)
+        return {name.split("@")[0]: row["token_ids"] for name, row in made.items()}
+
+    greedy, hot = answers("greedy", "--temperatures", "0"), ("--temperatures", "3")
+    sampled = answers("hot", *hot)
+    assert sampled != greedy and sampled != answers("seed", *hot, "--seed", "1")
+    assert answers("top_k", *hot, "--top-k", "1") == answers("top_p", *hot, "--top-p", "1e-6") == greedy
+
+
+def test_options_reach_the_engine(target: Path, prompts: Path, tmp_path: Path, monkeypatch) -> None:
+    engines: list[Generator] = []
+
+    def make(*args, **options) -> Generator:
+        engines.append(Generator(*args, **options))
+        return engines[-1]
+
+    monkeypatch.setattr(regenerate, "Generator", make)
+    for words in ([], ["--batch-size", "3", "--dtype", "bfloat16"]):
+        records(target, prompts, tmp_path / f"{len(words)}.jsonl", "--temperatures", "0", "--limit", "1", *words)
+    assert [engine.batch_size for engine in engines] == [2, 3]
+    assert [str(engine.target.params["embed"].dtype) for engine in engines] == ["float32", "bfloat16"]
+
+
+def test_a_window_is_sorted_by_length(target: Path, prompts: Path, tmp_path: Path) -> None:
+    """And a seed shuffles what goes into each."""
+
+    def order(window: int, seed: int = 0) -> list[int]:
+        settings = regenerate.RegenerateSettings(tmp_path, (str(prompts),), window=window, seed=seed)
+        return [len(job.ids) for job in regenerate.read_jobs(settings, load_tokenizer(target), settings.prompts)]
+
+    one, pairs, whole = order(1), order(2), order(10)
+    assert whole == sorted(whole) != one and sorted(one) == whole
+    assert pairs == [length for i in range(0, 10, 2) for length in sorted(one[i : i + 2])] != one
+    assert order(1, seed=1) != one
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -87,6 +87,54 @@ def test_a_file_is_measured_whole(files, tmp_path):
     per_pass = sum(sum(run) + len(run) + 1 for run in RUNS)
     assert found["requests"] == 12
     assert found["tokens_per_second"] * found["seconds"] == pytest.approx(3 * per_pass)
+
+
+# --- every option changes something ---
+
+OPTIONS: dict[str, tuple[list[str], list[str]]] = {  # option: words of both runs, and of the second one
+    "systems": ([], ["--systems", "plain", "fixed"]),
+    "loads": ([], ["--loads", "4"]),
+    "rates": ([], ["--rates", "0.2", "--slots", "1", "2", "4"]),
+    "arrivals": (["--loads", "2"], ["--arrivals", "file"]),
+    "requests_per_load": (["--loads", "2"], ["--requests-per-load", "20"]),
+    "warm_up": (["--loads", "2"], ["--warm-up", "1"]),
+    "max_tokens": (["--loads", "2"], ["--max-tokens", "4"]),
+    "slots": (["--loads", "2"], ["--slots", "4"]),
+    "rounds": (["--loads", "2", "--host-seconds", "0.1"], ["--rounds", "1"]),
+    "prefill_chunk": (["--loads", "2", "--long"], ["--prefill-chunk", "64"]),
+    "host_seconds": (["--loads", "2"], ["--host-seconds", "0.1"]),
+    "resize_seconds": (["--rates", "0.2", "--slots", "1", "2", "4"], ["--resize-seconds", "3"]),
+    "threshold": (["--loads", "2", "--systems", "threshold"], ["--threshold", "0.9"]),
+    "mtp_draft_share": (["--loads", "2", "--systems", "mtp1"], ["--mtp-draft-share", "0.9"]),
+    "scale_seconds": (["--loads", "2"], ["--scale-seconds", "2"]),
+    "replicas": (["--loads", "4"], ["--replicas", "2"]),
+    "seed": (["--rates", "0.2", "--slots", "1", "2", "4"], ["--seed", "1"]),
+    "curve": (["--loads", "2"], ["--curve", "{folder}/slow.json"]),
+    "records": (["--loads", "2"], ["--records", "{folder}/others.npz"]),
+    "calibration": (["--loads", "2", "--systems", "threshold"], ["--calibration", "{folder}/cold.json"]),
+    "drafter": ([], []), "json": ([], []), "plots": ([], []),
+}  # fmt: skip
+ELSEWHERE = ("drafter", "json", "plots")  # have tests of their own
+
+
+def test_every_option_is_there():
+    assert set(OPTIONS) == {field.name for field in fields(command.SimulateSettings)}
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ELSEWHERE])
+def test_an_option_changes_the_results(name, files, tmp_path):
+    write_curve(tmp_path / "slow.json", curve((1, 2, 4), 3, draft=0.5, row=0.05))
+    save_records(tmp_path / "others.npz", records([[3, 3, 3]] * 4, block=3, confidence=0.6))
+    (tmp_path / "cold.json").write_text('{"temperatures": [0.1, 0.1, 0.1], "biases": [-9.0, -9.0, -9.0]}')
+    both, more = OPTIONS[name]
+    if "--long" in both:
+        both = both[:-1]
+        save_records(files["records"], records(RUNS, block=3, confidence=0.6, prompt=200))
+    both = both if both or name in ("loads", "rates") else ["--loads", "2"]  # which those two take the place of
+    base = both or ["--loads", "2"]
+    first = results(files, tmp_path, *base)
+    assert results(files, tmp_path, *base) == first
+    assert results(files, tmp_path, *both, *(word.format(folder=tmp_path) for word in more)) != first
 
 
 def test_the_drafter_s_own_calibration_is_applied(files, tmp_path, golden):

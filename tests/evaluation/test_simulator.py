@@ -112,6 +112,20 @@ def test_a_long_prompt_comes_in_pieces_between_the_rounds_of_others():
     assert spent == [(1, 1, 4), (17, 1, 8), (21, 1, 12)]  # the first request ends with round 9, the other goes on
 
 
+def test_pieces_are_as_long_as_the_engine_says():
+    """600 tokens beside a request that decodes: 256, 256, and 88 padded to 128, with rounds between."""
+    costs = Curve(curve((2,)).points, (Prefill(32, 1.0), Prefill(128, 4.0), Prefill(256, 8.0)))
+    found = replay([[0] * 12, [0] * 9])
+    found = replace(found, prompt=np.array([10, 600]), position=found.position + np.repeat([0, 590], [12, 9]))
+    made = engine("plain", found, costs, replace(SMALL, slots=(2,), prefill_chunk=256), 0)
+    spent = []
+    for _ in range(4):
+        made.iteration()
+        spent.append(made.tally.seconds["prefill"])
+        made.source.waiting += [Waiting(1, made.clock)] * (len(spent) == 1)
+    assert spent == [1, 9, 17, 21]
+
+
 def test_a_file_is_worked_off_with_looks_only_where_a_slot_ends():
     """Two slots; requests of 3, 5 and 2 rounds: the third takes the first one's slot, and ends with the second."""
     found = replay([[0] * 3, [0] * 5, [0] * 2])

@@ -12,10 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax  # noqa: F401  # sets TPU_LIBRARY_PATH where libtpu is installed
+import jax  # sets TPU_LIBRARY_PATH where libtpu is installed
 import pytest
 
 from dspark_jax.cli import main
+from dspark_jax.profiling import aot_plan
+from dspark_jax.profiling.aot_report import Memory, ProgramReport, Times
+from dspark_jax.sharding import MeshShape, make_mesh
 
 TARGET = {
     "model_type": "qwen3",
@@ -93,6 +96,65 @@ def test_virtual_cpu_devices(whole: dict[str, Any]) -> None:
     assert whole["programs"][0]["micro_batches"] == 2, "one sequence on each device at a time"
     for part in ("4 CPU devices", "decode, 64 rows", "arguments, GiB"):
         assert part in whole["printed"]
+
+
+# --- options that change what is compiled ---
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What would have been compiled, in place of doing it: the train and the decode job, and reports by name."""
+    seen: dict[str, Any] = {"reports": {}}
+
+    def keep(kind: Any) -> Any:
+        def make(*args: Any) -> Any:
+            seen[kind.__name__] = kind(*args)
+            return seen[kind.__name__]
+
+        return make
+
+    def report(name: str, lower: Any, topology: Any, mesh: Any, micro_batches: int = 1, hbm: Any = None) -> Any:
+        made = ProgramReport(name, mesh, micro_batches, hbm, 1, Times(0, 0), Memory(1, 1, 0, 1, 1, 1))
+        seen["reports"][name] = made
+        return made
+
+    for kind in (aot_plan.TrainJob, aot_plan.DecodeJob):
+        monkeypatch.setattr(aot_plan, kind.__name__, keep(kind))
+    monkeypatch.setattr(aot_plan, "compile_program", report)
+    return seen
+
+
+OPTIONS: dict[str, tuple[list[str], Any, Any]] = {  # option: words, what is looked at, and what it must be
+    "fsdp": (["--mesh.fsdp", "2"], lambda j: j["reports"]["train"].mesh["fsdp"], 2),
+    "tensor": (["--mesh.tensor", "2"], lambda j: j["reports"]["decode, 32 rows"].mesh["tensor"], 2),
+    "micro_batches": (["--micro-batches", "1"], lambda j: j["reports"]["train"].micro_batches, 1),
+    "what": (["--what", "train"], lambda j: list(j["reports"]), ["train"]),
+    "batch_size": (["--batch-size", "16"], lambda j: batch_of(j).shape[:2], (1, 16)),
+    "max_length": (["--max-length", "64"], lambda j: batch_of(j).shape[2], 64),
+    "num_anchors": (["--num-anchors", "2"], lambda j: j["TrainJob"].settings.num_anchors, 2),
+    "remat": (["--remat"], lambda j: "train, remat" in j["reports"], True),
+    "regather": (["--regather"], lambda j: j["TrainJob"].settings.regather, True),
+    "requests": (["--requests", "16"], lambda j: j["DecodeJob"].buckets, (16, 32)),
+    "context": (["--context", "64"], lambda j: j["DecodeJob"].context, 64),
+    "sampling": (["--sampling", "filtered"], lambda j: j["DecodeJob"].mode, "filtered"),
+}
+
+
+def batch_of(jobs: dict[str, Any]) -> Any:
+    """The tokens that the train step would get on one device, in one pass."""
+    return jobs["TrainJob"].arguments(make_mesh(MeshShape(), jax.devices()[:1]), 1)[2].input_ids
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_changes_what_is_compiled(name: str, folder: Path, jobs: dict[str, Any]) -> None:
+    given, look, wanted = OPTIONS[name]
+    on = words(folder, "--topology", "cpu:4")
+    assert main(on) == 0 and look(jobs) != wanted
+    jobs["reports"].clear()
+    assert main([*on, *given]) == 0 and look(jobs) == wanted
+
+
+# --- what does not fit ---
 
 
 def test_a_mesh_that_does_not_fit(

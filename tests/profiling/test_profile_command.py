@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax  # sets TPU_LIBRARY_PATH where libtpu is installed
 import numpy as np
@@ -22,8 +23,9 @@ from dspark_jax.models.config import TransformerConfig
 from dspark_jax.profiling import measure, profile_command, profile_report, provide
 from dspark_jax.profiling.aot_report import Memory, ProgramReport, Times
 from dspark_jax.profiling.curves import CurveKey, MeasuredPoint, Profile, load_curve, save_curve
-from dspark_jax.profiling.estimate import round_seconds
+from dspark_jax.profiling.estimate import Planned, round_seconds
 from dspark_jax.profiling.profile_plot import plot
+from dspark_jax.sharding import MeshShape
 from dspark_jax.training.settings import DrafterSettings, drafter_config
 from tests.serving.conftest import copy_model, write_target
 
@@ -118,6 +120,41 @@ def test_each_setting_that_changes_times_has_a_file_of_its_own(places: list[str]
         tables.append(capsys.readouterr().out.splitlines())
     kinds = [[line.split()[:2] for line in table[2:]] for table in tables]
     assert kinds[0] == [["1", "plain"], ["1", "5.00"], ["2", "15.00"]] and kinds[3] == [["1", "plain"]]
+
+
+def test_timings_are_as_long_and_as_many_as_asked_for(places: list[str], quick: Path, monkeypatch) -> None:
+    asked: list[measure.Timing] = []
+
+    def point(models: measure.Models, slots: int, context: int, timing: measure.Timing) -> MeasuredPoint:
+        asked.append(timing)
+        return fake_point(models, slots, context)
+
+    monkeypatch.setattr(provide, "measure_point", point)
+    words = [*places, *FLAGS[:4], "--slots", "1", "--repeats", "4", "--seconds", "0.002"]
+    assert profile_command.main(words) == 0 and asked == [measure.Timing(4, 0.002)]
+
+
+def test_a_file_of_ones_own_is_written_in_place_of_the_default(places: list[str], quick: Path, tmp_path: Path) -> None:
+    words = [*places, *FLAGS, "--slots", "1", "--output", str(tmp_path / "own.json")]
+    assert profile_command.main(words) == 0
+    assert load_curve(tmp_path / "own.json").slot_sizes == (1,) and not quick.exists()
+
+
+def test_a_topology_is_estimated_and_not_measured(places: list[str], quick: Path, tmp_path: Path, monkeypatch) -> None:
+    """With the settings that name its programs."""
+    plans: list[Planned] = []
+
+    def estimate(path: Path, plan: Planned, slots, contexts, again: bool) -> Profile:
+        plans.append(plan)
+        return Profile(KEY, (fake_point(SimpleNamespace(block=1), *slots, *contexts),))
+
+    monkeypatch.setattr(profile_command, "estimate_into", estimate)
+    monkeypatch.setattr(provide, "measure_point", refuse)
+    words = [*places, *FLAGS, "--slots", "2", "--sampling", "filtered", "--output", str(tmp_path / "own.json")]
+    assert profile_command.main([*words, "--topology", "cpu:2", "--tensor", "2"]) == 0
+    (plan,) = plans
+    assert (plan.topology.name, len(plan.topology.devices)) == ("cpu:2", 2)
+    assert (plan.mode, plan.dtype, plan.shape) == ("filtered", "float32", MeshShape(1, 1, 2))
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs devices for a mesh")

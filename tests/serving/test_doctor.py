@@ -95,6 +95,24 @@ def test_a_pair_that_fits_runs_and_is_fine(target_folder, drafter, capsys) -> No
     assert out.count("\n") == len(findings) + 5 and "they belong together: 0 wrong, 1 warning\n" in out
 
 
+def test_options_change_the_trial(target_folder, drafter, monkeypatch) -> None:
+    """Another prompt has another answer, and causes are looked for where a run is fine only for the asking."""
+    monkeypatch.setattr(doctor_trial, "diagnose", lambda *args: [Finding("looked", "ok", "")])
+    texts, looked = [], []
+    for words in ((), ("--prompt", "tulips"), ("--suspects",)):
+        _, findings, report = examine(target_folder, drafter, "--max-tokens", "8", *words)
+        texts.append(report["trial"]["text"])
+        looked.append("looked" in {finding.name for finding in findings})
+    assert texts[0] == texts[2] != texts[1]
+    assert not looked[0] and looked[2]
+
+
+def test_weights_have_the_dtype_that_is_asked_for(target_folder, drafter) -> None:
+    for dtype in ("float32", "bfloat16"):
+        settings = doctor.DoctorSettings(str(target_folder), str(drafter), dtype=dtype)  # type: ignore[arg-type]
+        assert str(doctor.read_both(settings)[0].params["embed"].dtype) == dtype
+
+
 CONFIG_FAULTS = {
     "hidden_size": ({"hidden_size": 48}, "wrong", "48 in the drafter, 64 in the target"),
     "vocab_size": ({"vocab_size": 310}, "wrong", "310 in the drafter, 300 in the target"),

@@ -261,6 +261,16 @@ def test_no_decay_weighs_all_slots_alike(decay: float) -> None:
     np.testing.assert_allclose(position_weights(supervised, 4.0), wanted, rtol=1e-6)
 
 
+def test_a_loss_has_the_decay_that_it_is_given() -> None:
+    case, ids = load_case("dspark_qwen3_vanilla"), np.arange(300)
+    for decay in (case.loss.decay, 1.0):
+        other = case._replace(loss=replace(case.loss, decay=decay))
+        wanted = full_vocabulary_reference(other, ids)
+        metrics = run_loss(reduced(other, ids))[1]
+        for name, pair in wanted.items():
+            np.testing.assert_allclose(metrics[name], pair, rtol=1e-5, err_msg=f"{name} at {decay}")
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from dspark_jax.serving.http.schema import ChatMessage
 from tests.serving.http.conftest import CHAT, CONTEXT, MODEL, events, until
 
 USER = [{"role": "user", "content": "hello"}]
@@ -70,6 +71,11 @@ def test_messages_of_all_kinds(client, plain):
         "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
     )
     assert ask(client, messages=turns)["choices"][0]["message"]["content"] == plain(rendered)
+
+
+def test_a_template_gets_names():
+    assert ChatMessage(role="user", content="a", name="me").as_turn() == {"role": "user", "content": "a", "name": "me"}
+    assert ChatMessage(role="user", content="a").as_turn() == {"role": "user", "content": "a"}
 
 
 def test_an_answer_may_fill_the_context(client):

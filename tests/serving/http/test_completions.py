@@ -55,8 +55,8 @@ def test_a_stream_joins_to_the_whole_answer(client, plain):
 
 def test_usage_comes_last_where_it_is_asked_for(client):
     whole = ask(client)
-    chunks = stream(client, stream_options={"include_usage": True})
-    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    chunks = stream(client, stream_options={"include_usage": True, "include_obfuscation": True})
+    assert all(chunk["usage"] is None and "obfuscation" not in chunk for chunk in chunks[:-1])
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
 
 

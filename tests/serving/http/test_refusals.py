@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
+from dspark_jax.serving.http.schema import ChatBody, ChatMessage, CompletionBody
 from tests.serving.http.conftest import CHAT, COMPLETIONS, CONTEXT, MODEL
 
 USER = [{"role": "user", "content": "hi"}]
@@ -127,6 +129,24 @@ def test_fields_of_chats(client, fields, message):
 def test_fields_of_completions(client, fields, message):
     error = refused(client, COMPLETIONS, {"model": MODEL, "prompt": "hi", "max_tokens": 4} | fields)
     assert message in error["message"]
+
+
+NEUTRAL = [  # fields that take one value only, or none
+    (kind, name)
+    for kind in (ChatBody, CompletionBody, ChatMessage)
+    for name, field in kind.model_fields.items()
+    if field.annotation is Any
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), NEUTRAL)
+def test_a_neutral_field_takes_no_other_value(client, kind, name):
+    path, body = (COMPLETIONS, {"prompt": "hi"}) if kind is CompletionBody else (CHAT, {"messages": USER})
+    if kind is ChatMessage:
+        body = {"messages": [USER[0] | {name: "other"}]}
+    else:
+        body = body | {name: "other"}
+    assert f"{name} 'other': not supported, must be " in refused(client, path, body)["message"]
 
 
 def test_errors_name_the_field(client):

@@ -17,7 +17,8 @@ import openai
 import pytest
 
 from dspark_jax.config import log_to_stderr
-from dspark_jax.serving.http.server import Server, bind, model_name
+from dspark_jax.serving.http.server import Server, bind, make_service, model_name
+from dspark_jax.serving.http.service import Serving
 from dspark_jax.serving.http.settings import HttpSettings, parse_address
 from dspark_jax.serving.main import main
 from dspark_jax.serving.offline import make_serving_generator, slot_sizes
@@ -116,6 +117,21 @@ def test_settings_reach_the_engine(models):
     assert generator.switchable and generator.seed == 5 and generator.drafter is models.drafter
 
 
+def test_settings_reach_the_service(models, monkeypatch):
+    monkeypatch.delenv("DSPARK_API_KEY", raising=False)
+    words = "--batch-size 1 --max-context 64 --no-warm-up --model-name m --api-key k --max-logprobs 2 "
+    words += "--max-waiting 3 --max-body 500 --rounds 3"
+    settings = parse_settings([*HTTP, *words.split()])
+    service = make_service(settings, models, make_serving_generator(models, settings))
+    try:
+        drafter = models.drafter.path.name
+        assert service.serving == Serving("m", drafter, ("k",), max_logprobs=2, max_waiting=3, max_body=500)
+        assert service.engine.rounds == 3
+    finally:
+        service.close()
+        service.engine.close(drain=False, timeout=60)
+
+
 def test_a_signal_that_comes_amid_a_line_of_the_log_is_heard(service, monkeypatch):
     """Writing another line then raises (`reentrant call`), so the handler must not."""
     server, asked = Server(service, 1.0), []
@@ -173,16 +189,18 @@ def test_a_signal_lets_running_requests_end(models_flags, number, tmp_path):
             socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=1)
     text = "".join(log)
     assert f"{number.name}: running requests have 30 s to end" in text and "POST /v1/completions 200" in text
-    assert "Traceback" not in text
+    assert "Traceback" not in text and "compiling for" not in text
     written = json.loads(report.read_text())
     assert written["statistics"]["completed"] == 1 and written["settings"]["model_name"] == "m"
 
 
 def test_the_program_warms_up_and_ends_at_once_when_idle(models_flags):
-    with program(models_flags, "--warm-up-tokens", "20") as (process, url, log):
+    words = ("--warm-up-tokens", "20", "--drain-seconds", "7")
+    with program(models_flags, *words) as (process, url, log):
         with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
             model = client.models.list().data[0].id
             assert client.completions.create(model=model, prompt="a", max_tokens=3).usage.completion_tokens <= 3
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-    assert "compiling for texts of up to 20 tokens" in "".join(log)
+    text = "".join(log)
+    assert "compiling for texts of up to 20 tokens" in text and "running requests have 7 s to end" in text
