@@ -31,6 +31,11 @@ def auto_dtype(cpuinfo: str | Path = "/proc/cpuinfo", *, rows: int = 1) -> str:
     return "bfloat16" if fast & flags else "float32"
 
 
+def named_dtype(name: str, *, rows: int = 1) -> str:
+    """`name`, and for auto the fast dtype of the default device; `rows`: as in `auto_dtype`."""
+    return auto_dtype(rows=rows) if name == "auto" else name
+
+
 def keep_programs(folder: str | Path) -> None:
     """Keeps all compiled programs in `folder`, so that the next start finds them (JAX's persistent compilation cache).
 

@@ -42,7 +42,7 @@ from dspark_jax.checkpoints.load import (
     load_target,
 )
 from dspark_jax.checkpoints.store import read_json
-from dspark_jax.config import auto_dtype, exit_code, log_to_stderr, settings_as_json, write_json
+from dspark_jax.config import exit_code, log_to_stderr, named_dtype, settings_as_json, write_json
 from dspark_jax.data.prompts import iter_prompts, sampling_fields
 from dspark_jax.decoding.generate import Request
 from dspark_jax.decoding.sampling import SamplingParams
@@ -274,7 +274,7 @@ def calibrate(settings: CalibrateSettings) -> dict[str, Any]:
         FileNotFoundError, ValueError: nothing there, a drafter that cannot be calibrated, too few rounds.
     """
     settings.check()
-    dtype = auto_dtype(rows=settings.batch_size) if settings.dtype == "auto" else settings.dtype
+    dtype = named_dtype(settings.dtype, rows=settings.batch_size)
     target = None
     if not settings.records_in or settings.target is not None:
         target = load_target(settings.target or embedded_target_path(), dtype=dtype)

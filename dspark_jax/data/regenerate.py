@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from dspark_jax.checkpoints.load import embedded_target_path, load_target
 from dspark_jax.checkpoints.tokenizer import Tokenizer
-from dspark_jax.config import auto_dtype, exit_code, log_to_stderr
+from dspark_jax.config import exit_code, log_to_stderr, named_dtype
 from dspark_jax.data.prompts import iter_prompts
 from dspark_jax.data.records import RecordWriter
 from dspark_jax.decoding.generate import Completion, Generator, Request
@@ -187,7 +187,7 @@ def _regenerate(settings: RegenerateSettings) -> None:
 
 
 def _answer(settings: RegenerateSettings) -> None:
-    dtype = auto_dtype(rows=settings.batch_size) if settings.dtype == "auto" else settings.dtype
+    dtype = named_dtype(settings.dtype, rows=settings.batch_size)
     target = load_target(settings.target or embedded_target_path(), dtype=jnp.dtype(dtype))
     generator = Generator(target, None, batch_size=settings.batch_size, seed=settings.seed)
     tokens = 0

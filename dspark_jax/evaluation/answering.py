@@ -116,6 +116,11 @@ def ask(
     return Asked(outcome_id(system, one.benchmark, one.id, turn), one, turn, ids, request_seed(protocol.seed, name))
 
 
+def expected_ids(system: str, conversations: Iterable[Conversation]) -> set[str]:
+    """Ids of the outcomes of a system that has answered all turns."""
+    return {outcome_id(system, one.benchmark, one.id, turn) for one in conversations for turn in range(len(one.turns))}
+
+
 def reader_for(systems: Iterable[System], protocol: Protocol) -> Reader | None:
     """What drafters share that are forced along the same answers; None where they decode."""
     if protocol.method != "forced":

@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 import tyro
 
-from dspark_jax.config import auto_dtype, check_json, exit_code, log_to_stderr, settings_as_json, write_json
+from dspark_jax.config import check_json, exit_code, log_to_stderr, named_dtype, settings_as_json, write_json
 from dspark_jax.data.prompts import sampling_fields
-from dspark_jax.evaluation.answering import PLAIN, Answerer, Method, Protocol, System, ask, reader_for
+from dspark_jax.evaluation.answering import PLAIN, Answerer, Method, Protocol, System, ask, expected_ids, reader_for
 from dspark_jax.evaluation.benchmarks import Benchmark, Conversation, read_benchmarks
-from dspark_jax.evaluation.outcomes import Outcome, outcome_id
+from dspark_jax.evaluation.outcomes import Outcome
 from dspark_jax.evaluation.plots import plot, write_board
 from dspark_jax.evaluation.scores import Scores, score
 from dspark_jax.evaluation.store import OutcomeStore, fingerprint, prompt_digests
@@ -202,7 +202,7 @@ def load_systems(settings: EvalSettings) -> _Models:
     from dspark_jax.drafters.ngram import NgramConfig
     from dspark_jax.sharding import MeshShape, make_mesh
 
-    dtype = auto_dtype(rows=settings.batch_size) if settings.dtype == "auto" else settings.dtype
+    dtype = named_dtype(settings.dtype, rows=settings.batch_size)
     devices, mesh = settings.data * settings.tensor, None
     if devices > 1:
         if devices > len(jax.devices()):
@@ -305,8 +305,8 @@ def answer_all(settings: EvalSettings, models: _Models, benchmarks: Sequence[Ben
         ValueError: the folder's outcomes were made otherwise, or a prompt does not fit into the context.
     """
     with OutcomeStore(settings.output, _about(settings, models, benchmarks)) as store:
-        wanted = [(system.name, c) for system in models.systems for one in benchmarks for c in one.conversations]
-        turns = {outcome_id(name, c.benchmark, c.id, turn) for name, c in wanted for turn in range(len(c.turns))}
+        asked = [conversation for one in benchmarks for conversation in one.conversations]
+        turns = set().union(*(expected_ids(system.name, asked) for system in models.systems))
         left = turns.difference(store.done)
         if len(left) < len(turns):
             logger.info("%s: %d of %d answers are there already", settings.output, len(turns) - len(left), len(turns))
@@ -317,7 +317,7 @@ def answer_all(settings: EvalSettings, models: _Models, benchmarks: Sequence[Ben
         answerers = [Answerer(models.target, one, protocol, models.mesh, reader) for one in models.systems]
         try:
             for answerer in answerers:
-                answerer.warm_up([c for name, c in wanted if name == answerer.system.name])
+                answerer.warm_up(asked)
         except ValueError as error:
             raise ValueError(f"{error}; --max-prompt-tokens leaves long prompts out") from error
         with Progress(len(left)) as progress:
@@ -328,7 +328,7 @@ def answer_all(settings: EvalSettings, models: _Models, benchmarks: Sequence[Ben
 
             parts = [one.conversations for one in benchmarks]
             if settings.method == "forced":  # nothing is timed: no need to take turns
-                parts = [tuple(one for part in parts for one in part)]
+                parts = [tuple(asked)]
             for part in parts:
                 for answerer in answerers:
                     answerer.answer(part, keep, store.done)

@@ -350,16 +350,13 @@ def _draft_times(
 ) -> None:
     """Seconds of a draft, by drafter: a round with it less one without."""
     slots = bench.slots[0]
-    found = {
-        variant.name: bench.lab.clocked.drafter(bench.lab.trained(variant.changes))
-        for variant in variants
-        if variant.name in systems and variant.trained
-    }
+    found = {variant.name: bench.lab.trained(variant.changes) for variant in variants if variant.trained}
 
     def measure() -> Samples:
-        return draft_rounds(bench.lab.clocked.target, found, slots, bench.context, bench.timing)
+        drafters = {name: bench.lab.clocked.drafter(trained) for name, trained in found.items()}
+        return draft_rounds(bench.lab.clocked.target, drafters, slots, bench.context, bench.timing)
 
-    key = {"slots": slots, "shapes": {name: repr(drafter.config) for name, drafter in found.items()}}
+    key = {"slots": slots, "shapes": {name: repr(trained.config) for name, trained in found.items()}}
     samples = bench.timed(f"drafts-{study.name}-{slots}", key, measure)
     rows = [["drafter", "draft, ms", "draft, share of a plain round"]]
     for name in found:

@@ -24,16 +24,16 @@ import numpy as np
 
 from dspark_jax.checkpoints.hf import resolve
 from dspark_jax.checkpoints.load import Drafter, Target, embedded_target_path, load_drafter, load_target
-from dspark_jax.config import auto_dtype, replace_json, settings_as_json
+from dspark_jax.config import named_dtype, replace_json, settings_as_json
 from dspark_jax.data import cache_key
 from dspark_jax.data.pipeline import Pipeline
 from dspark_jax.data.records import RecordSamples, read_records, sample_table
 from dspark_jax.drafters.interface import AnyConfig
 from dspark_jax.drafters.ngram import NgramConfig
 from dspark_jax.evaluation import store
-from dspark_jax.evaluation.answering import PLAIN, Answerer, Protocol, System
+from dspark_jax.evaluation.answering import PLAIN, Answerer, Protocol, System, expected_ids
 from dspark_jax.evaluation.benchmarks import Benchmark
-from dspark_jax.evaluation.outcomes import Outcome, outcome_id
+from dspark_jax.evaluation.outcomes import Outcome
 from dspark_jax.evaluation.reading import Reader
 from dspark_jax.evaluation.studies import NGRAM, Changes, Variant, changed
 from dspark_jax.models.config import TransformerConfig
@@ -149,7 +149,7 @@ class Lab:
     @property
     def dtype(self) -> str:
         """Name of the dtype that answers are made in: the config's, or where that is auto, what decodes fastest."""
-        return auto_dtype(rows=self.rows) if self.base.compute_dtype == "auto" else self.base.compute_dtype
+        return named_dtype(self.base.compute_dtype, rows=self.rows)
 
     @cached_property
     def clocked(self) -> Lab:
@@ -312,9 +312,7 @@ class Lab:
         how = digest({name: about[name] for name in ("protocol", "target", "dtype")}, 8)
         folder = self.output / "outcomes" / f"T{protocol.temperature:g}-{how}" / system.name
         conversations = [one for benchmark in benchmarks for one in benchmark.conversations]
-        wanted = {
-            outcome_id(system.name, c.benchmark, c.id, turn) for c in conversations for turn in range(len(c.turns))
-        }
+        wanted = expected_ids(system.name, conversations)
         with store.OutcomeStore(folder, about) as kept:
             if not wanted <= set(kept.done):
                 logger.info("answers of %s at temperature %g", system.name, protocol.temperature)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import tyro
 
 from dspark_jax.checkpoints.load import embedded_drafter_path, embedded_target_path, load_drafter, load_target
-from dspark_jax.config import auto_dtype, exit_code, log_to_stderr, settings_as_json, write_json
+from dspark_jax.config import exit_code, log_to_stderr, named_dtype, settings_as_json, write_json
 from dspark_jax.profiling import profile_report
 from dspark_jax.profiling.aot_command import target_config
 from dspark_jax.profiling.curves import Profile, default_path
@@ -118,7 +118,7 @@ def load_models(settings: ProfileSettings) -> Models:
     Raises:
         FileNotFoundError, ValueError: nothing there, models that do not belong together, or a mesh that cannot be.
     """
-    dtype = jnp.dtype(auto_dtype() if settings.dtype == "auto" else settings.dtype)
+    dtype = jnp.dtype(named_dtype(settings.dtype))
     count = settings.data * settings.tensor
     mesh = None
     if count > 1:

@@ -80,10 +80,10 @@ def read_both(settings: DoctorSettings) -> tuple[Target, DrafterFiles]:
         Unreadable: with a message for each that cannot be read.
     """
     from dspark_jax.checkpoints import load
-    from dspark_jax.config import auto_dtype
+    from dspark_jax.config import named_dtype
     from dspark_jax.serving.doctor_checks import read_files
 
-    dtype = auto_dtype() if settings.dtype == "auto" else settings.dtype
+    dtype = named_dtype(settings.dtype)
     errors: list[str] = []
 
     def attempt(read: Callable[[str], Any], path: str) -> Any:

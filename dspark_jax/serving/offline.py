@@ -25,7 +25,7 @@ from dspark_jax.checkpoints.load import (
     load_target,
 )
 from dspark_jax.checkpoints.tokenizer import Tokenizer
-from dspark_jax.config import auto_dtype, keep_programs, log_to_stderr
+from dspark_jax.config import keep_programs, log_to_stderr, named_dtype
 from dspark_jax.data.prompts import PromptRecord
 from dspark_jax.data.records import RecordWriter
 from dspark_jax.decoding.batching import capacity_for
@@ -76,7 +76,7 @@ def load_models(settings: ServeSettings) -> Models:
     """
     if settings.compile_cache is not None:
         keep_programs(settings.compile_cache)
-    dtype = auto_dtype() if settings.dtype == "auto" else settings.dtype
+    dtype = named_dtype(settings.dtype)
     devices = settings.data * settings.tensor
     mesh = None
     if devices > 1:

@@ -12,7 +12,7 @@ chunk is taken along with its value, and nothing of that size is kept or made ag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -123,13 +123,22 @@ def target_normalizer(head: Array, final: Array, cap: float = 0.0, sequences: in
     Args:
         cap: the target's `final_softcap`. sequences: N that the B rows belong to, sequence-major.
     """
+    return of_whole_logits(partial(jax.nn.logsumexp, axis=0), head, final, cap, sequences)
+
+
+def of_whole_logits(reduce: Callable[[Array], Any], head: Array, final: Array, cap: float, sequences: int) -> Any:
+    """What `reduce` makes of the target's logits `[V, chunk]`, arrays `[chunk]`, of all rows `[B]`, in chunks.
+
+    Other arguments as `target_normalizer` takes them.
+    """
     rows = final.shape[1] // sequences
 
-    def one(x: Array) -> Array:
+    def one(x: Array) -> Any:
         logits = constrain(linear(head, constrain(x, None, "batch")), "vocab", "batch")
-        return jax.nn.logsumexp(softcap(logits, cap), axis=0)
+        return reduce(softcap(logits, cap))
 
-    return join_rows(jax.lax.map(one, split_rows(final, sequences)), sequences, rows)
+    made = jax.lax.map(one, split_rows(final, sequences))
+    return jax.tree.map(lambda x: join_rows(x, sequences, rows), made)
 
 
 def vocabulary_lookup(frozen: Params) -> Array | None:

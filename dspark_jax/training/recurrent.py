@@ -40,6 +40,7 @@ from dspark_jax.training.losses import (
     draft_head,
     draft_ids,
     lk_metrics,
+    of_whole_logits,
     slot_weights,
     vocabulary_lookup,
 )
@@ -198,7 +199,7 @@ def eagle3_loss(
     whole = None
     if draft_ids(frozen) is not None:
         said = _whole_vocabulary(frozen, batch.final, config.final_softcap)
-        whole = [Whole(shift(said.normalizer, s + 1), shift(said.best, s + 1)) for s in range(steps)]
+        whole = [Whole(*(shift(x, s + 1) for x in said)) for s in range(steps)]
     total, terms = _soft_terms(inputs, finals, whole, frozen, weights, config.final_softcap)
     by_step = StepTerms(*(x.reshape(steps, sequences, length) for x in terms))
     share = sequences * length / counts["positions"]  # of the whole batch
@@ -247,13 +248,12 @@ def _whole_vocabulary(frozen: Params, final: Array, cap: float) -> Whole:
     lookup = vocabulary_lookup(frozen)
     assert lookup is not None  # a full draft vocabulary needs no second look
 
-    def one(x: Array) -> Whole:
-        logits = softcap(constrain(linear_rows(frozen["head"], constrain(x, "batch", None)), "vocab", "batch"), cap)
+    def said(logits: Array) -> Whole:
         return Whole(jax.nn.logsumexp(logits, axis=0), jnp.take(lookup, jnp.argmax(logits, axis=0)))
 
-    said = jax.lax.map(one, split_rows(final.reshape(-1, final.shape[-1]), sequences, axis=0))
-    said = jax.tree.map(lambda x: join_rows(x, sequences, length).reshape(sequences, length), said)
-    return jax.tree.map(jax.lax.stop_gradient, said)
+    flat = final.reshape(-1, final.shape[-1]).T  # [D, N * T]
+    made = of_whole_logits(said, frozen["head"], flat, cap, sequences)
+    return jax.tree.map(lambda x: jax.lax.stop_gradient(x).reshape(sequences, length), made)
 
 
 def _soft_terms(

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dspark_jax.config import auto_dtype
+from dspark_jax.config import named_dtype
 from dspark_jax.drafters.config import DrafterConfig, layer_fields
 from dspark_jax.drafters.eagle3 import Eagle3Config
 from dspark_jax.drafters.mtp import MTPConfig
@@ -229,9 +229,8 @@ class TrainSettings:
 
 def resolve_dtype(name: str) -> DTypeLike:
     """The compute dtype of `auto`, `bfloat16` or `float32`: auto is float32 only on a CPU without bf16 products."""
-    if name == "auto":
-        name = auto_dtype(rows=1 << 10)  # an update has thousands
-    return jnp.bfloat16 if name == "bfloat16" else jnp.float32
+    chosen = named_dtype(name, rows=1 << 10)  # an update has thousands
+    return jnp.bfloat16 if chosen == "bfloat16" else jnp.float32
 
 
 def drafter_config(shape: DrafterSettings, target: TransformerConfig) -> TrainableConfig:

@@ -39,15 +39,13 @@ class _Lab:
     def clocked(self) -> Any:
         return self
 
-    def drafter(self, trained: Any) -> Any:
-        return SimpleNamespace(config=trained.name)
-
     def trained(self, changes: Any) -> Any:
         self.order.append(changes.get("drafter.kind", "dspark"))
         held_out = {"held_out_tau_probabilistic": 2.5}
         size = changes.get("cache_kind", "")
         facts = {"updates": 7, "seconds_per_update": 0.25, "held_out": held_out, "states": size}
-        return SimpleNamespace(name="d-1", facts=facts | {"bytes_per_token": len(size), "bytes": 1000 * len(size)})
+        facts |= {"bytes_per_token": len(size), "bytes": 1000 * len(size)}
+        return SimpleNamespace(name="d-1", config="a shape", facts=facts)
 
     def system(self, variant: Variant, threshold: float | None = None) -> System:
         if variant.name == "plain":

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dspark_jax.evaluation import study_run
+from dspark_jax import config
 from dspark_jax.evaluation.answering import PLAIN, Protocol, System
 from dspark_jax.evaluation.benchmarks import read_benchmarks
 from dspark_jax.evaluation.studies import STUDIES, Variant
@@ -133,7 +133,7 @@ def test_a_variant_that_the_target_does_not_have_says_why(lab: Lab) -> None:
 
 
 def test_many_answers_and_few_timed_requests_may_have_other_dtypes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study_run, "auto_dtype", lambda rows: f"for {rows} rows")
+    monkeypatch.setattr(config, "auto_dtype", lambda rows: f"for {rows} rows")
     one = Lab(replace(lab.base, compute_dtype="auto"), lab.output, rows=32)
     assert one.dtype == "for 32 rows" and one.clocked.dtype == "for 1 rows"
     assert Lab(replace(lab.base, compute_dtype="bfloat16"), lab.output, rows=32).clocked.dtype == "bfloat16"
