@@ -153,7 +153,8 @@ def init_params(config: DrafterConfig, key: Array, dtype=jnp.float32) -> Params:
     """Random trainable parameters: everything but the embedding, the head and the vocabulary map, which are frozen.
 
     Projections are normal with standard deviation 0.02; W2 and the confidence head start at zero, so that the drafter
-    starts from its base logits alone.
+    starts from its base logits alone. The RNN head's output starts as W1[x_{k-1}], the vanilla head's vector: among
+    normal weights the previous token would have a hundredth of h_k's part in it, and be learnt much later.
     """
     keys = iter(jax.random.split(key, 8 * config.num_layers + 8))
     d, f, groups, hd, r = (
@@ -194,7 +195,9 @@ def init_params(config: DrafterConfig, key: Array, dtype=jnp.float32) -> Params:
         if config.markov_kind == "gated":
             params["markov"] |= {"gate_w": dense(r, d + r), "gate_b": jnp.zeros((r,), dtype)}
         if config.markov_kind == "rnn":
-            params["markov"] |= {"joint_w": dense(3 * r, 2 * r + d), "joint_b": jnp.zeros((3 * r,), dtype)}
+            output = jnp.eye(r, 2 * r + d, k=r, dtype=dtype)  # of [s_{k-1}; W1[x_{k-1}]; h_k]
+            recurrent = jnp.concatenate([dense(2 * r, 2 * r + d), output])
+            params["markov"] |= {"joint_w": recurrent, "joint_b": jnp.zeros((3 * r,), dtype)}
     if config.confidence:
         width = d + (r if config.confidence_with_markov else 0)
         params["confidence"] = {"w": jnp.zeros((width,), dtype), "b": jnp.zeros((), dtype)}

@@ -48,6 +48,7 @@ from dspark_jax.models.transformer import Hidden, head_weight
 
 Array = jax.Array
 Params = dict[str, Any]
+_ROOM = 512  # padded tokens of a text in a whole group
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def forced_rounds(
     Args:
         target, drafter: as `Generator`'s. schedule: `fixed` or `threshold`.
         whole: draw the drafts behind a rejection too; by default where the schedule asks for confidences. Needs the
-            target's head at each rejection. batch_size: R.
+            target's head at each rejection. batch_size: R at most; long texts come in smaller groups.
         reader: keeps what the target says of these texts, for other drafters; nothing is kept without.
 
     Raises:
@@ -127,22 +128,39 @@ def forced_rounds(
     bound = bind(drafter.params, params["embed"], head_weight(params))
     bound["draft_ids"] = _inverse(bound, target.config.vocab_size)
     dtype = jnp.float32 if jax.default_backend() == "cpu" else params["embed"].dtype
-    todo = sorted(
-        (text for text in texts if len(text.token_ids) > 1), key=lambda t: len(t.prompt_ids) + len(t.token_ids)
-    )
     for text in texts:
         if len(text.token_ids) <= 1:  # the prefill brought all
             yield ForcedRounds(text.id, (), (), (), ())
-    for begin in range(0, len(todo), batch_size):
-        group = todo[begin : begin + batch_size]
+    for group, rows in groups_of([text for text in texts if len(text.token_ids) > 1], batch_size):
         mode = mode_of(Request(text.id, text.prompt_ids, text.sampling) for text in group)
         answer = max(len(text.token_ids) for text in group)
         plan = _Plan(target.config, config, schedule, mode, whole, padded_length(answer), dtype)
-        on_device = _on_device(group, plan, batch_size, threshold)
+        on_device = _on_device(group, plan, rows, threshold)
         read = reader.read(target, group, on_device.ids, on_device.sampling, mode, config.target_layer_ids)
         made = jax.device_get(_run(params, bound, on_device, read, plan=plan))
         for row, text in enumerate(group):
             yield _of_text(text, jax.tree.map(lambda x, row=row: x[row], made), whole and config.confidence)
+
+
+def groups_of(texts: Sequence[Text], batch_size: int) -> Iterator[tuple[list[Text], int]]:
+    """Texts of like lengths side by side, with the number of rows that a program has for them, `batch_size` or less.
+
+    Rows are halved until a group has no more than `batch_size * _ROOM` padded tokens: what the target keeps of its
+    pass grows with them, scores of attention with their length on top.
+    """
+    todo = sorted(texts, key=_tokens)
+    begin = 0
+    while begin < len(todo):
+        rows = batch_size
+        while rows > 1 and rows * capacity_for(_tokens(todo[begin : begin + rows][-1])) > batch_size * _ROOM:
+            rows = (rows + 1) // 2
+        yield todo[begin : begin + rows], rows
+        begin += rows
+
+
+def _tokens(text: Text) -> int:
+    """Tokens of a text with its prompt."""
+    return len(text.prompt_ids) + len(text.token_ids)
 
 
 def _inverse(bound: Params, vocab_size: int) -> Array:
@@ -156,7 +174,7 @@ def _inverse(bound: Params, vocab_size: int) -> Array:
 def _on_device(group: Sequence[Text], plan: _Plan, size: int, threshold: float) -> _Texts:
     """The arrays of a group, filled up with its first text; a few lengths only, so that few programs are compiled."""
     full = [*group, *[group[0]] * (size - len(group))]
-    ends = [len(text.prompt_ids) + len(text.token_ids) for text in full]
+    ends = [_tokens(text) for text in full]
     ids = np.zeros((size, capacity_for(max(ends) + plan.drafter.block_size + 1)), np.int32)
     for row, text, end in zip(ids, full, ends, strict=True):
         row[:end] = text.prompt_ids + text.token_ids

@@ -1,7 +1,7 @@
 """What the target says of texts that are given: hidden states and the probabilities of their tokens, in one pass.
 
 `Reader` keeps them on the host for the next drafter: a token takes (m + 1) D + 1 numbers. Letters: R texts side by
-side, T padded tokens of one, m captured layers, D hidden, V vocabulary.
+side, T padded tokens of one, A of its answer, m captured layers, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.decoding.batching import padded_length
 from dspark_jax.decoding.sampling import Mode, Sampling, SamplingParams, distribution
 from dspark_jax.decoding.state import mask_padding
 from dspark_jax.models import transformer
@@ -46,7 +47,7 @@ class Read(NamedTuple):
 
     Attributes:
         final: float32 `[R, T, D]`, final-normed states. features: float32 `[R, T, m D]`, of the captured layers.
-        probs: float32 `[R, T]`, p_t of the next token (1 where all is greedy).
+        probs: float32 `[R, T]`, p_t of the next token, where that is of the answer; 1 elsewhere, and where greedy.
     """
 
     final: Any
@@ -86,7 +87,11 @@ class Reader:
         if all(key in self._kept for key in keys):
             made = self._together([self._kept[key] for key in keys], ids.shape)
         else:
-            made = _read(target.params, ids, sampling, config=target.config, layers=self._layers, mode=mode)
+            begin = np.ones(len(ids), np.int32)
+            begin[: len(texts)] = [len(text.prompt_ids) for text in texts]
+            answer = padded_length(max(len(text.token_ids) for text in texts))
+            how: dict[str, Any] = {"config": target.config, "layers": self._layers, "mode": mode}
+            made = _read(target.params, ids, begin, sampling, answer=min(answer, ids.shape[1]), **how)
             self._keep(keys, made)
         columns = [self._layers.index(layer) for layer in layer_ids]
         if columns != list(range(len(self._layers))):
@@ -119,24 +124,38 @@ class Reader:
         return jax.tree.map(join, *parts)
 
 
-@partial(jax.jit, static_argnames=("config", "layers", "mode"))
+@partial(jax.jit, static_argnames=("config", "layers", "mode", "answer"))
 def _read(
-    params: Params, ids: Array, sampling: Sampling, *, config: TransformerConfig, layers: tuple[int, ...], mode: Mode
+    params: Params,
+    ids: Array,
+    begin: Array,
+    sampling: Sampling,
+    *,
+    config: TransformerConfig,
+    layers: tuple[int, ...],
+    mode: Mode,
+    answer: int,
 ) -> Read:
+    """What the target says of `ids [R, T]`, whose answers begin at `begin [R]` and have `answer` tokens at most."""
     requests, length = ids.shape
     hidden = transformer.forward(params, config, ids, layers)
     final, features = (x.T.reshape(requests, length, -1).astype(jnp.float32) for x in hidden)
-    following = jnp.pad(ids[:, 1:], ((0, 0), (0, 1)))
+    probs = jnp.ones((requests, length))
+    if mode == "greedy":
+        return Read(final, features, probs)
 
     def one(text: tuple[Array, Array, Sampling]) -> Array:
         """Of one text: what has the size of the vocabulary is never there for all."""
         states, wanted, settings = text
-        rows = Sampling(*(jnp.repeat(x[None], length, axis=0) for x in settings))
-        probs = distribution(target_logits(params, states.T, config), rows, mode)  # [V, T]
-        return jnp.take_along_axis(probs, wanted[None], axis=0)[0]
+        rows = Sampling(*(jnp.repeat(x[None], answer, axis=0) for x in settings))
+        found = distribution(target_logits(params, states.T, config), rows, mode)  # [V, A]
+        return jnp.take_along_axis(found, wanted[None], axis=0)[0]
 
-    probs = jnp.ones((requests, length)) if mode == "greedy" else jax.lax.map(one, (final, following, sampling))
-    return Read(final, features, probs)
+    at = begin[:, None] - 1 + jnp.arange(answer)  # [R, A]; those behind the end are not written
+    states = jnp.take_along_axis(final, at[..., None], axis=1, mode="clip")
+    wanted = jnp.take_along_axis(ids, at + 1, axis=1, mode="clip")
+    of_answer = jax.lax.map(one, (states, wanted, sampling))
+    return Read(final, features, probs.at[jnp.arange(requests)[:, None], at].set(of_answer, mode="drop"))
 
 
 def target_logits(params: Params, final: Array, config: TransformerConfig) -> Array:

@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy.stats import chi2_contingency
 
-from dspark_jax.decoding.batching import Batch
+from dspark_jax.decoding.batching import Batch, capacity_for
 from dspark_jax.decoding.generate import Generator, Request
 from dspark_jax.decoding.requests import mode_of
 from dspark_jax.decoding.sampling import SamplingParams
-from dspark_jax.evaluation import reading
+from dspark_jax.evaluation import forced, reading
 from dspark_jax.evaluation.forced import forced_rounds
 from dspark_jax.evaluation.reading import Reader, Text
 from tests.decoding.tiny import VOCAB, other_drafter, tiny_drafter, tiny_target
@@ -151,6 +153,42 @@ def test_a_shared_reader_reads_once_and_changes_nothing(monkeypatch, temperature
     full = Reader((0, 1), keep_bytes=1)
     assert [list(forced_rounds(target, drafters["dspark"], texts, batch_size=3, reader=full)) for _ in range(2)]
     assert counts["reads"] == 6
+
+
+@given(st.lists(st.tuples(st.integers(1, 3000), st.integers(2, 300)), max_size=40), st.integers(1, 48))
+def test_long_texts_come_in_smaller_groups(lengths, size):
+    sampling = SamplingParams(max_tokens=300)
+    texts = [Text(str(i), (1,) * a, (2,) * b, sampling, False, i) for i, (a, b) in enumerate(lengths)]
+    made = list(forced.groups_of(texts, size))
+    order = [len(text.prompt_ids) + len(text.token_ids) for group, _ in made for text in group]
+    assert order == sorted(order) and sorted(one.id for group, _ in made for one in group) == sorted(
+        map(str, range(len(texts)))
+    )
+    for group, rows in made:
+        longest = capacity_for(len(group[-1].prompt_ids) + len(group[-1].token_ids))
+        assert 1 <= len(group) <= rows <= size
+        assert rows == 1 or rows * longest <= size * 512
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_rounds_do_not_depend_on_the_groups(monkeypatch, temperature):
+    target, drafter = tiny_target(), tiny_drafter()
+    texts = [
+        Text(
+            one.id,
+            one.prompt_ids,
+            tuple(np.random.default_rng(i).integers(0, VOCAB, 3 * i + 2).tolist()),
+            one.sampling,
+            False,
+            i,
+        )
+        for i, one in enumerate(requests(7, SamplingParams(temperature, max_tokens=30)))
+    ]
+    found = {one.id: one for one in forced_rounds(target, drafter, texts, batch_size=4)}
+    monkeypatch.setattr(forced, "_ROOM", 100)  # 400 padded tokens: one text of 256
+    assert [rows for _, rows in forced.groups_of(texts, 4)] == [1] * 7
+    assert {one.id: one for one in forced_rounds(target, drafter, texts, batch_size=4)} == found
+    assert sum(sum(one.accepted) for one in found.values()) > 0
 
 
 def test_a_text_of_one_token_has_no_rounds():
