@@ -25,6 +25,7 @@ import tyro
 from common import report, table
 
 from dspark_jax.checkpoints.load import embedded_drafter_path, embedded_target_path, load_drafter, load_target
+from dspark_jax.checkpoints.tokenizer import prompt_ids
 from dspark_jax.config import auto_dtype
 from dspark_jax.data.prompts import iter_prompts
 from dspark_jax.decoding.batching import Event, capacity_for
@@ -34,7 +35,6 @@ from dspark_jax.decoding.generate import Generator, Request
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.decoding.statistics import Statistics
 from dspark_jax.profiling.curves import load_curve
-from dspark_jax.serving.stream import prompt_ids
 
 SCHEDULES = {"plain": "fixed", "fixed": "fixed", "causal": "causal", "async": "async"}
 

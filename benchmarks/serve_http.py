@@ -139,13 +139,13 @@ def measure(options: Options) -> dict[str, Any]:
     """Both sides in turns."""
     import uvicorn
 
+    from dspark_jax.checkpoints.tokenizer import prompt_ids
     from dspark_jax.decoding.engine import Engine
     from dspark_jax.serving.http.app import create_app
     from dspark_jax.serving.http.server import bind
     from dspark_jax.serving.http.service import Service, Serving
     from dspark_jax.serving.offline import load_models, make_serving_generator
     from dspark_jax.serving.settings import parse_settings
-    from dspark_jax.serving.stream import prompt_ids
 
     words = ["--http", "127.0.0.1:0", "--batch-size", str(options.clients), "--rounds", str(options.rounds)]
     words += ["--max-context", "256", "--dtype", options.dtype, "--schedule", options.schedule]

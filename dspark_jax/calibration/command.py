@@ -42,13 +42,13 @@ from dspark_jax.checkpoints.load import (
     load_target,
 )
 from dspark_jax.checkpoints.store import read_json
+from dspark_jax.checkpoints.tokenizer import prompt_ids
 from dspark_jax.config import exit_code, log_to_stderr, named_dtype, settings_as_json, write_json
 from dspark_jax.data.prompts import iter_prompts, sampling_fields
 from dspark_jax.decoding.generate import Request
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.drafters.config import DrafterConfig
 from dspark_jax.serving.offline import request_seed
-from dspark_jax.serving.stream import prompt_ids
 
 logger = logging.getLogger(__name__)
 _PROGRAM = "dspark calibrate"

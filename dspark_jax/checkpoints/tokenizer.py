@@ -138,6 +138,26 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, add_generation_prompt, **options))
 
 
+def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[int, ...]:
+    """Token ids of a chat, ready to be answered: what is asked in serving, in measurements and for training data.
+
+    The chat template opens the assistant's turn; thinking is switched off where the template knows that switch. Without
+    a template the text of a single user message is taken as it is, after the family's first token.
+
+    Raises:
+        ValueError: the template refuses the messages, or there is none and they are more than one user message.
+    """
+    template = tokenizer.chat_template
+    if template:
+        options = {"enable_thinking": False} if "enable_thinking" in str(template) else {}
+        return tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options))
+    if len(messages) != 1 or messages[0]["role"] != "user":
+        raise ValueError(
+            f"messages: the tokenizer has no chat template, must be one user message and not {len(messages)}"
+        )
+    return (*tokenizer.prefix_ids, *tokenizer.encode(messages[0]["content"]))
+
+
 class IncrementalDecoder:
     """Text of a growing sequence of ids, in pieces that never cut a character: joined they are the text of all ids.
 

@@ -32,6 +32,7 @@ _WHOLE = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float
 _KIND_OF = {"float8_e4m3fn": "fp8"}  # dtypes whose kind has another name
 _INDEX_TOKEN_BYTES = 4  # a token's id in the index of its shard
 _UNSEEN = "unseen"
+_ROWS = 8  # of a matrix that a fingerprint looks at
 
 Field = tuple[np.dtype, int]  # dtype, and values of a token
 
@@ -98,31 +99,44 @@ def cache_key(
 
 
 def fingerprint(config: TransformerConfig, params: dict[str, Any]) -> str:
-    """Hashes of a target's config and some of its weights; independent of its path and its parameters' dtype.
+    """Hashes of a target's config and of some weights of each of its matrices, which are independent of its path and
+    its parameters' dtype: config, final norm, embedding, last layer, all layers with the head.
 
     Of parameters that lie on devices of several processes, those that this process does not hold as a whole count as
     `unseen`; `same_target` passes over them.
     """
-    parts = [repr(config).encode()]
-    for part, rows in ((params["final_norm"], None), (params["embed"], 8), (params["layers"][-1]["down"], 8)):
-        parts.append(_first_rows(part, rows))
+    layers, head = params["layers"], params.get("head", ())
+    groups = (params["final_norm"], params["embed"], layers[-1]["down"], (layers, head))
+    parts = [repr(config).encode(), *(_bytes_of(group) for group in groups)]
     return "-".join(hashlib.sha256(part).hexdigest()[:8] if part else _UNSEEN for part in parts)
 
 
-def _first_rows(array: Any, rows: int | None) -> bytes:
-    """The first rows in bfloat16, as bytes; none where this process does not hold the whole array."""
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        if not array.is_fully_replicated:
-            return b""
-        array = array.addressable_data(0)
-    return np.asarray(array[:rows].astype(jnp.bfloat16)).tobytes()
+def excerpt(params: dict[str, Any]) -> dict[str, Any]:
+    """The part of the parameters that a fingerprint looks at, which has the same fingerprint; may be jitted."""
+    return jax.tree.map(_excerpt, params)
+
+
+def _excerpt(array: Any) -> Any:
+    """Eight rows of a matrix, the first ones of the first where there are many; vectors as a whole."""
+    return array[(0,) * (array.ndim - 2)][:_ROWS] if array.ndim > 1 else array
+
+
+def _bytes_of(tree: Any) -> bytes:
+    """The excerpts of some arrays in bfloat16, as bytes; none where this process does not hold all of them."""
+    found = []
+    for array in jax.tree.leaves(tree):
+        if isinstance(array, jax.Array) and not array.is_fully_addressable:
+            if not array.is_fully_replicated:
+                return b""
+            array = array.addressable_data(0)
+        found.append(np.asarray(_excerpt(array).astype(jnp.bfloat16)).tobytes())
+    return b"".join(found)
 
 
 def same_target(one: str, two: str) -> bool:
-    """Whether two fingerprints agree in all that both have seen."""
-    parts = one.split("-"), two.split("-")
-    pairs = zip(*parts, strict=False)
-    return len(parts[0]) == len(parts[1]) and all(a == b or _UNSEEN in (a, b) for a, b in pairs)
+    """Whether two fingerprints agree in all that both have seen; the last part is missing in those of old caches."""
+    pairs = zip(one.split("-"), two.split("-"), strict=False)
+    return all(a == b or _UNSEEN in (a, b) for a, b in pairs)
 
 
 def token_bytes(key: CacheKey) -> int:

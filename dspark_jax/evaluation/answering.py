@@ -1,7 +1,8 @@
 """Answers conversations with one system, all turns, and keeps an `Outcome` of each answer as it comes.
 
 Method `decode`: the engine answers benchmark by benchmark and turn by turn: first the first turns of all conversations,
-then the second ones behind the system's own answers, and so on. Only so is there a wall-clock.
+then the second ones behind the system's own answers, and so on. Only so is there a wall-clock; and in batches only of
+turns that one run answered, as the time of an answer is also that of the others in its batch.
 Method `forced`: plain decoding answers, all benchmarks together, and the rounds of every drafter are found along those
 answers (`evaluation.forced`): the same rounds at temperature 0, the same distribution of them above, without a target
 pass per round.
@@ -21,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 from jax.sharding import Mesh
 
 from dspark_jax.checkpoints.load import Drafter, Target
-from dspark_jax.checkpoints.tokenizer import Tokenizer
+from dspark_jax.checkpoints.tokenizer import Tokenizer, prompt_ids
 from dspark_jax.decoding.batching import capacity_for, chunks_of
 from dspark_jax.decoding.generate import Completion, Generator, Request
 from dspark_jax.decoding.requests import mode_of
@@ -30,10 +31,11 @@ from dspark_jax.decoding.schedule import Schedule
 from dspark_jax.decoding.trace import RoundTrace
 from dspark_jax.evaluation.benchmarks import Conversation
 from dspark_jax.evaluation.forced import forced_rounds
-from dspark_jax.evaluation.outcomes import Outcome, outcome_id
+from dspark_jax.evaluation.outcomes import NO_ROOM, Outcome, outcome_id
 from dspark_jax.evaluation.reading import Reader, Text
+from dspark_jax.evaluation.scores import Clock
 from dspark_jax.serving.offline import request_seed
-from dspark_jax.serving.stream import TextStream, prompt_ids
+from dspark_jax.serving.stream import TextStream
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,13 @@ class Protocol:
     method: Method = "decode"
     confidences: bool = False
 
+    @property
+    def clock(self) -> Clock:
+        """What the wall seconds of an answer are."""
+        if self.method == "forced":
+            return "none"
+        return "own" if self.batch_size == 1 else "shared"
+
     def sampling(self, max_tokens: int = 0) -> SamplingParams:
         """Sampling settings of an answer; `max_tokens`: where the context leaves less room.
 
@@ -86,13 +95,15 @@ class Protocol:
 
 
 class Asked(NamedTuple):
-    """A turn with its chat history as a prompt. id: of the outcome. stream: of its random numbers."""
+    """A turn with its chat history as a prompt. id: of the outcome. stream: of its random numbers. fits: into the
+    context; where an earlier turn does not, there is no prompt."""
 
     id: str
     conversation: Conversation
     turn: int
-    prompt_ids: tuple[int, ...]
-    stream: int
+    prompt_ids: tuple[int, ...] = ()
+    stream: int = 0
+    fits: bool = True
 
 
 def ask(
@@ -114,6 +125,16 @@ def ask(
     except ValueError as error:
         raise ValueError(f"benchmark {one.benchmark}, conversation {one.id}, turn {turn + 1}: {error}") from error
     return Asked(outcome_id(system, one.benchmark, one.id, turn), one, turn, ids, request_seed(protocol.seed, name))
+
+
+def check_turns(tokenizer: Tokenizer, protocol: Protocol, one: Conversation) -> None:
+    """Refuses a conversation whose later turns cannot be asked, whatever is answered to those before.
+
+    Raises:
+        ValueError: as `ask`.
+    """
+    last = len(one.turns) - 1
+    ask(tokenizer, protocol, PLAIN, one, last, ["-"] * last)
 
 
 def expected_ids(system: str, conversations: Iterable[Conversation]) -> set[str]:
@@ -193,7 +214,9 @@ class Answerer:
         for group in groups:
             for turn in range(max(len(one.turns) for one in group)):
                 asked = self._asked(group, turn, self.system.name, mine)
-                self._decode([one for one in asked if one.id not in mine], keep_mine)
+                timed = self._timed(asked, group, turn, mine)
+                self._end([one for one in asked if not one.fits], keep_mine)
+                self._decode([one for one in asked if one.fits], keep_mine, timed)
 
     @property
     def _forced(self) -> bool:
@@ -211,25 +234,53 @@ class Answerer:
     def _asked(
         self, prompts: Sequence[Conversation], turn: int, system: str, answers: Mapping[str, Outcome]
     ) -> list[Asked]:
-        """The turn number `turn` of all conversations that come so far, behind the answers of `system`.
+        """The turn number `turn` of all conversations that come so far, behind the answers of `system`, but for those
+        that this system has an outcome of.
 
-        A conversation whose history fills the context ends before its later turns.
+        A conversation whose history fills the context ends before its later turns: they do not fit.
         """
         found = []
         for one in prompts:
+            name = outcome_id(self.system.name, one.benchmark, one.id, turn)
             before = [answers.get(outcome_id(system, one.benchmark, one.id, i)) for i in range(turn)]
-            said = [answer_text(self.target, outcome.token_ids) for outcome in before if outcome is not None]
-            if turn >= len(one.turns) or len(said) < turn:
+            there = [outcome for outcome in before if outcome is not None]
+            if turn >= len(one.turns) or len(there) < turn or name in answers:
                 continue
+            if not all(outcome.answered for outcome in there):
+                found.append(Asked(name, one, turn, fits=False))
+                continue
+            said = [answer_text(self.target, outcome.token_ids) for outcome in there]
             asked = ask(self.target.tokenizer, self.protocol, self.system.name, one, turn, said)
             if turn and len(asked.prompt_ids) >= self._generator.context:
                 logger.warning(
                     "%s: %d tokens with its history fill the context of %d, the conversation ends before it",
                     asked.id, len(asked.prompt_ids), self._generator.context,
                 )  # fmt: skip
-                continue
+                asked = asked._replace(fits=False)
             found.append(asked)
         return found
+
+    def _timed(
+        self, asked: Sequence[Asked], group: Sequence[Conversation], turn: int, answers: Mapping[str, Outcome]
+    ) -> bool:
+        """Whether turns that are `asked` are timed: not in a batch where a run that stopped has answered others of the
+        `group`, whose time was also that of answers which were lost."""
+        if self.protocol.clock != "shared":
+            return self.protocol.clock == "own"
+        there = [answers.get(outcome_id(self.system.name, one.benchmark, one.id, turn)) for one in group]
+        before = sum(outcome is not None and outcome.answered for outcome in there)
+        left = sum(one.fits for one in asked)
+        if before and left:
+            logger.warning(
+                "%s, %s, turn %d: %d answers are there already, the other %d are not timed: no tokens/s",
+                self.system.name, group[0].benchmark, turn + 1, before, left,
+            )  # fmt: skip
+        return not before
+
+    def _end(self, asked: Sequence[Asked], keep: Keep) -> None:
+        """Outcomes of turns that do not fit."""
+        for one in asked:
+            keep(Outcome(**_parts(self.system.name, one), token_ids=(), finish_reason=NO_ROOM))
 
     def _request(self, asked: Asked) -> Request:
         room = self._generator.context - len(asked.prompt_ids)
@@ -237,7 +288,7 @@ class Answerer:
 
     # --- decoding ---
 
-    def _decode(self, asked: Sequence[Asked], keep: Keep) -> None:
+    def _decode(self, asked: Sequence[Asked], keep: Keep, timed: bool) -> None:
         """A run of the engine, shortest prompts first: caches are as long as the longest text at work."""
         by_id = {one.id: one for one in sorted(asked, key=lambda one: len(one.prompt_ids))}
         requests = [self._request(one) for one in by_id.values()]
@@ -251,7 +302,7 @@ class Answerer:
 
         began = time.perf_counter()
         for completion in self._generator.stream(requests, mode_of(requests), on_rounds=note):
-            wall = time.perf_counter() - began
+            wall = time.perf_counter() - began if timed else None
             keep(_outcome(self.system.name, by_id[completion.id], completion, rounds.pop(completion.id), wall))
             began = time.perf_counter()
 
@@ -274,12 +325,13 @@ class Answerer:
         """The drafter's rounds along the answers of plain decoding."""
         asked: dict[str, tuple[Asked, Outcome]] = {}
         for turn in range(max((len(one.turns) for one in prompts), default=0)):
-            for one in self._asked(prompts, turn, PLAIN, done):
+            coming = self._asked(prompts, turn, PLAIN, done)
+            self._end([one for one in coming if not one.fits], keep)
+            for one in (one for one in coming if one.fits):
                 source = done.get(outcome_id(PLAIN, one.conversation.benchmark, one.conversation.id, turn))
                 if source is None:
                     raise ValueError(f"{one.id}: there is no plain answer to follow, answer with {PLAIN!r} first")
-                if one.id not in done:
-                    asked[one.id] = one, source
+                asked[one.id] = one, source
         texts = [
             Text(
                 name,
@@ -323,7 +375,7 @@ def _parts(system: str, asked: Asked) -> dict[str, Any]:
     return about | {"prompt_tokens": len(asked.prompt_ids)}
 
 
-def _outcome(system: str, asked: Asked, done: Completion, traced: Sequence[RoundTrace], wall: float) -> Outcome:
+def _outcome(system: str, asked: Asked, done: Completion, traced: Sequence[RoundTrace], wall: float | None) -> Outcome:
     """The outcome of a request; `traced`: its prefill and its rounds."""
     rounds = traced[1:]
     verified = tuple(one.verified for one in rounds)

@@ -261,7 +261,7 @@ def _read(source: _Source, lines: str, limit: int, fits: Fits | None) -> tuple[C
         seen[one.id] = number
         if fits is None or fits(one):
             found.append(one)
-        if len(found) == limit:
+        if limit and len(found) == limit:
             break
     if not found:
         which = f"{lines} lines{', within the length allowed' if fits else ''}"

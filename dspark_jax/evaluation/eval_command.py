@@ -10,19 +10,31 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
+from dspark_jax.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from dspark_jax.config import check_json, exit_code, log_to_stderr, named_dtype, settings_as_json, write_json
 from dspark_jax.data.prompts import sampling_fields
-from dspark_jax.evaluation.answering import PLAIN, Answerer, Method, Protocol, System, ask, expected_ids, reader_for
+from dspark_jax.evaluation.answering import (
+    PLAIN,
+    Answerer,
+    Method,
+    Protocol,
+    System,
+    ask,
+    check_turns,
+    expected_ids,
+    reader_for,
+)
 from dspark_jax.evaluation.benchmarks import Benchmark, Conversation, read_benchmarks
 from dspark_jax.evaluation.outcomes import Outcome
 from dspark_jax.evaluation.plots import plot, write_board
 from dspark_jax.evaluation.scores import Scores, score
-from dspark_jax.evaluation.store import OutcomeStore, fingerprint, prompt_digests
+from dspark_jax.evaluation.store import OutcomeStore, device, fingerprint, prompt_digests
 from dspark_jax.evaluation.tables import accepted_lengths, report, speed
 from dspark_jax.serving.progress import Progress
 
@@ -243,25 +255,33 @@ def read_prompts(settings: EvalSettings) -> list[Benchmark]:
     """The benchmarks, without the conversations that begin with too long a prompt.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_benchmarks`.
+        FileNotFoundError, ValueError: as `read_benchmarks`; or several turns, where the target can be asked one only.
     """
-    fits, left_out = None, 0
-    if settings.max_prompt_tokens:
+    protocol, left_out = settings.protocol(), 0
+
+    @cache
+    def tokenizer() -> Tokenizer:
         from dspark_jax.checkpoints.hf import resolve
         from dspark_jax.checkpoints.load import embedded_target_path
-        from dspark_jax.checkpoints.tokenizer import load_tokenizer
 
-        tokenizer = load_tokenizer(resolve(settings.target or embedded_target_path()))
+        return load_tokenizer(resolve(settings.target or embedded_target_path()))
 
-        def fits(one: Conversation) -> bool:
-            nonlocal left_out
-            short = len(ask(tokenizer, settings.protocol(), PLAIN, one).prompt_ids) <= settings.max_prompt_tokens
-            left_out += not short
-            return short
+    def fits(one: Conversation) -> bool:
+        nonlocal left_out
+        short = len(ask(tokenizer(), protocol, PLAIN, one).prompt_ids) <= settings.max_prompt_tokens
+        left_out += not short
+        return short
 
     found = read_benchmarks(
-        settings.prompts, lines=settings.lines, limit=settings.limit, domains=settings.domains, fits=fits
+        settings.prompts,
+        lines=settings.lines,
+        limit=settings.limit,
+        domains=settings.domains,
+        fits=fits if settings.max_prompt_tokens else None,
     )
+    for conversation in (conversation for one in found for conversation in one.conversations):
+        if len(conversation.turns) > 1:
+            check_turns(tokenizer(), protocol, conversation)
     if left_out:
         logger.warning("%d prompts of more than %d tokens left out", left_out, settings.max_prompt_tokens)
     return found
@@ -285,15 +305,8 @@ def _about(settings: EvalSettings, models: _Models, benchmarks: Sequence[Benchma
     about: dict[str, Any] = {"protocol": asdict(settings.protocol()), "target": target, "systems": systems}
     about["prompts"] = prompt_digests(benchmarks)
     if settings.method == "decode":  # what wall-clocks are of
-        about["device"] = _device() | {"data": settings.data, "tensor": settings.tensor}
+        about["device"] = device() | {"data": settings.data, "tensor": settings.tensor}
     return about
-
-
-def _device() -> dict[str, Any]:
-    import jax
-
-    device = jax.devices()[0]
-    return {"platform": device.platform, "kind": device.device_kind}
 
 
 def answer_all(settings: EvalSettings, models: _Models, benchmarks: Sequence[Benchmark]) -> dict[str, Outcome]:
@@ -346,9 +359,11 @@ def evaluate(settings: EvalSettings) -> dict[str, Any]:
     models = load_systems(settings)
     outcomes = answer_all(settings, models, benchmarks)
     names = [system.name for system in models.systems]
-    scores = score(outcomes.values(), benchmarks, names, baseline=PLAIN, seed=settings.seed)
+    scores = score(
+        outcomes.values(), benchmarks, names, baseline=PLAIN, seed=settings.seed, clock=settings.protocol().clock
+    )
     made: dict[str, Any] = {"settings": settings_as_json(settings) | {"dtype": models.dtype}, "versions": _versions()}
-    made |= {"device": _device(), "target": str(models.target.path)}
+    made |= {"device": device(), "target": str(models.target.path)}
     made["drafters"] = {one.name: str(one.drafter.path) for one in models.systems if one.drafter is not None}
     write_report(settings.output, scores, made, _how(settings, made, benchmarks))
     print(accepted_lengths(scores) + "\n\n" + speed(scores))
@@ -371,14 +386,14 @@ def _how(settings: EvalSettings, made: Mapping[str, Any], benchmarks: Sequence[B
     )
     counts = ", ".join(f"{one.title} {len(one.conversations)}" for one in benchmarks)
     most = f", prompts of at most {settings.max_prompt_tokens} tokens" if settings.max_prompt_tokens else ""
-    device, versions = made["device"], made["versions"]
+    here, versions = made["device"], made["versions"]
     return [
         f"target {made['target']}, {made['settings']['dtype']}",
         *(f"{name}: {path}" for name, path in made["drafters"].items() if path != _NGRAM),
         f"temperature {settings.temperature:g}{filters}, answers of at most {settings.max_tokens} tokens, seed "
         f"{settings.seed}, {verified} verified, method {settings.method}, batches of {settings.batch_size}",
         f"conversations, {settings.lines} lines{most}: {counts}",
-        f"{device['platform']} {device['kind']}, jax {versions['jax']}, Python {versions['python']}",
+        f"{here['platform']} {here['kind']}, jax {versions['jax']}, Python {versions['python']}",
     ]
 
 

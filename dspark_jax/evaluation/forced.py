@@ -266,7 +266,7 @@ def _round(
         state = jnp.take_along_axis(seen[0], run[:, None, None], axis=1)[:, 0].T  # [D, R]
         logits = target_logits(params, state, plan.target)
         refused = distribution(logits, texts.sampling, plan.mode)  # p_t there, [V, R]
-        proposal = propose(_whole(texts, labelled, start, run, refused, bound, plan))
+        proposal = propose(_whole(texts, labelled, start, run, left, refused, bound, plan))
     last = min(plan.target.max_positions, plan.drafter.max_positions) - 1
     room = jnp.minimum(texts.room, last) - start
     if interface.may_abstain(plan.drafter):
@@ -318,18 +318,27 @@ def _forced(texts: _Texts, labels: _Labels, plan: _Plan) -> interface.Draw:
 
 
 def _whole(
-    texts: _Texts, labels: _Labels, start: Array, run: Array, refused: Array, bound: Params, plan: _Plan
+    texts: _Texts,
+    labels: _Labels,
+    start: Array,
+    run: Array,
+    left: Array,
+    refused: Array,
+    bound: Params,
+    plan: _Plan,
 ) -> interface.Draw:
     """What `propose` draws by where `run [R]` tokens are accepted: those, the refused draft, and the drafter's own.
 
     Args:
+        left: tokens of the text that are still to come, `[R]`; where all of them are accepted, no draft is refused.
         refused: p_t at the refused draft's slot, `[V, R]`.
     """
     refused = refused[bound["ids"]] if "ids" in bound else refused  # [Vd, R]
 
     def draw(logits: Array, slot: Array) -> tuple[Array, Array, Array]:
         drafted, uniform = distribution(logits, texts.sampling, plan.mode), _uniform(texts, start, slot, DRAW_DRAFT)
-        own = categorical(jnp.where(slot == run, jnp.maximum(drafted - refused, 0.0), drafted), uniform)
+        refuses = (slot == run) & (run < left)
+        own = categorical(jnp.where(refuses, jnp.maximum(drafted - refused, 0.0), drafted), uniform)
         ids = jnp.where(slot < run, jnp.maximum(labels.draft[:, slot], 0), own)
         return ids, jnp.ones_like(uniform), jnp.zeros((0, run.shape[0]))
 

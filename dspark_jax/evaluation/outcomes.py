@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+NO_ROOM = "context"  # why a turn has no answer
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -19,12 +21,12 @@ class Outcome:
     Attributes:
         id: "SYSTEM/BENCHMARK/CONVERSATION/TURN". system, benchmark, conversation: its parts. turn: from 0.
         prompt_tokens: length of the prompt, chat history included. token_ids: the answer, stop token included.
-        finish_reason: "stop" or "length".
+        finish_reason: "stop" or "length"; "context" of a later turn that the context had no room for: not answered.
         accepted: of each round, draft tokens that were committed. verified: draft tokens that the target looked at.
         reached: draft tokens whose acceptance was decided inside the answer: `verified`, or less in a last round whose
             stop token was an accepted draft.
         confidence: of each round, those of the whole block by the head (calibrated as the drafter is); () without one.
-        wall: wall seconds since the answer before it, of the same run of the engine; None where nothing was decoded.
+        wall: wall seconds since the answer before it, of the same run of the engine; None where it was not timed.
     """
 
     id: str
@@ -49,6 +51,11 @@ class Outcome:
             )
 
     @property
+    def answered(self) -> bool:
+        """Whether there was room for an answer."""
+        return self.finish_reason != NO_ROOM
+
+    @property
     def rounds(self) -> int:
         """Rounds after the prefill."""
         return len(self.accepted)
@@ -56,12 +63,12 @@ class Outcome:
     @property
     def committed(self) -> int:
         """Tokens that came from rounds: all but the first, which the prefill brings."""
-        return len(self.token_ids) - 1
+        return max(len(self.token_ids) - 1, 0)
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values; confidences to six places."""
+        """JSON values; confidences to seven digits."""
         values = asdict(self)
-        values["confidence"] = [[round(c, 6) for c in row] for row in self.confidence]
+        values["confidence"] = [[float(f"{c:.7g}") for c in row] for row in self.confidence]
         return values
 
 

@@ -10,19 +10,25 @@ acceptance by position, whose counts are added up: far positions are reached too
 
 from __future__ import annotations
 
+import logging
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from dspark_jax.evaluation.benchmarks import ALL, DOMAINS, Benchmark
 from dspark_jax.evaluation.outcomes import Outcome, add_up
 
+logger = logging.getLogger(__name__)
 DRAWS = 2000
 _QUANTILES = (0.025, 0.975)
 _SUMS = ("answers", "tokens", "committed", "rounds", "accepted", "verified", "wall")
+
+Clock = Literal["own", "shared", "none"]  # an answer's wall seconds: its own, also of its batch, or not to be had
+_Answers = dict[str, dict[str, dict[str, list[Outcome]]]]  # by system, benchmark and conversation
 
 
 class Estimate(NamedTuple):
@@ -42,8 +48,8 @@ class Score:
         accepted_length: committed tokens per round, bonus token included.
         verified: draft tokens per round that the target looked at. acceptance_rate: accepted by verified ones.
         reached: rounds that decided on each position with all before it accepted. positions: share that accepted it.
-        seconds: wall seconds. tokens_per_second, speedup: by them, None without; the latter against plain decoding's on
-            the same conversations, of several benchmarks the mean.
+        seconds: wall seconds; 0 where an answer was not timed. tokens_per_second, speedup: by them, None without; the
+            latter against plain decoding's on the same conversations, of several benchmarks the mean.
     """
 
     answers: int
@@ -77,6 +83,7 @@ class Scores:
         systems: names, in the order of the tables. benchmarks, domains: columns; the last domain is all benchmarks.
         by_benchmark, by_domain: system to column name to its score.
         differences: (one, other) to domain, accepted length of one less that of the other.
+        dropped: turns that some systems answered and others not, for want of room: they count for none.
     """
 
     systems: tuple[str, ...]
@@ -85,6 +92,7 @@ class Scores:
     by_benchmark: Mapping[str, Mapping[str, Score]]
     by_domain: Mapping[str, Mapping[str, Score]]
     differences: Mapping[tuple[str, str], Mapping[str, Estimate]]
+    dropped: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """JSON values."""
@@ -109,6 +117,7 @@ class Scores:
                 {"one": one, "other": other, "accepted_length": plain(row)}
                 for (one, other), row in self.differences.items()
             ],
+            "dropped": self.dropped,
         }
 
 
@@ -149,6 +158,8 @@ def _totals(answers: Mapping[str, Sequence[Outcome]], block: int, weights: np.nd
     """Totals of conversations, whose outcomes are `answers`."""
     sums = [add_up(outcomes, block) for outcomes in answers.values()]
     counts = np.array([[getattr(one, name) for name in _SUMS] for one in sums], float)
+    if any(outcome.wall is None for outcomes in answers.values() for outcome in outcomes):
+        counts[:, _SUMS.index("wall")] = 0
     reached, accepted = (np.array([getattr(one, name) for one in sums], float) for name in _BY_POSITION)
     stopped = sum(outcome.finish_reason == "stop" for outcomes in answers.values() for outcome in outcomes)
     return _Totals(weights @ counts, weights @ reached, weights @ accepted, stopped, len(sums))
@@ -193,7 +204,7 @@ def _score(parts: Sequence[_Totals], plain: Sequence[_Totals] | None) -> Score:
         ratios = [_divided(mine, other) for mine, other in zip(*speeds, strict=True)]
         if not any(np.isnan(ratio[0]) for ratio in ratios):
             speedup = _estimate(_mean(ratios), certain)
-    seconds = total("wall")
+    seconds = total("wall") if all(part.of("wall")[0] for part in parts) else 0.0
     return Score(
         answers=int(total("answers")),
         tokens=int(total("tokens")),
@@ -220,16 +231,21 @@ def score(
     *,
     baseline: str | None = None,
     seed: int = 0,
+    clock: Clock = "own",
 ) -> Scores:
-    """Figures of `systems` in `benchmarks`; outcomes of others are passed over.
+    """Figures of `systems` in `benchmarks`, by the turns that all of them answered; other systems are passed over.
 
     Args:
         baseline: the system that speed-ups are against, where it is among the systems. seed: of the resampling.
+        clock: what the wall seconds of an answer are (`Protocol.clock`).
 
     Raises:
         ValueError: a system that has not answered a conversation.
     """
-    answers = _by_conversation(outcomes, benchmarks, systems)
+    answers = _by_conversation(_with_own_time(outcomes, clock), benchmarks, systems)
+    dropped = _keep_common(answers)
+    if dropped:
+        logger.warning("%d turns that not every system had room to answer count for none", dropped)
     totals: dict[str, dict[str, _Totals]] = {system: {} for system in systems}
     blocks = {system: _block(answers[system]) for system in systems}
     for benchmark in benchmarks:
@@ -249,19 +265,39 @@ def score(
         {system: {column.name: scored(system, column) for column in columns} for system in systems},
         {system: {column.name: scored(system, column) for column in domains} for system in systems},
         _differences(totals, domains, [system for system in systems if system != baseline]),
+        dropped,
     )
 
 
-def _by_conversation(
-    outcomes: Iterable[Outcome], benchmarks: Sequence[Benchmark], systems: Sequence[str]
-) -> dict[str, dict[str, dict[str, list[Outcome]]]]:
-    """System to benchmark to conversation to its outcomes, in the order of the turns."""
-    found: dict[str, dict[str, dict[str, list[Outcome]]]] = {
+def _with_own_time(outcomes: Iterable[Outcome], clock: Clock) -> Iterable[Outcome]:
+    """Answers with wall seconds of their own.
+
+    In a batch the time since the answer before it was spent on all that were at work: a system's time in a benchmark
+    is shared out by rounds, a prefill counting as one.
+    """
+    if clock == "own":
+        return outcomes
+    groups: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
+    for one in outcomes:
+        if one.answered:
+            groups[one.system, one.benchmark].append(one)
+    found: list[Outcome] = []
+    for group in groups.values():
+        walls = [one.wall for one in group if one.wall is not None]
+        timed = clock == "shared" and len(walls) == len(group)
+        each = sum(walls) / sum(one.rounds + 1 for one in group)
+        found += [replace(one, wall=each * (one.rounds + 1) if timed else None) for one in group]
+    return found
+
+
+def _by_conversation(outcomes: Iterable[Outcome], benchmarks: Sequence[Benchmark], systems: Sequence[str]) -> _Answers:
+    """System to benchmark to conversation to its answers, in the order of the turns."""
+    found: _Answers = {
         system: {one.name: {c.id: [] for c in one.conversations} for one in benchmarks} for system in systems
     }
     for outcome in sorted(outcomes, key=lambda outcome: outcome.turn):
         place = found.get(outcome.system, {}).get(outcome.benchmark, {})
-        if outcome.conversation in place:
+        if outcome.answered and outcome.conversation in place:
             place[outcome.conversation].append(outcome)
     for system, of_system in found.items():
         for benchmark, conversations in of_system.items():
@@ -272,6 +308,20 @@ def _by_conversation(
                     f"{benchmark}, as {lost[0]!r}; all systems must answer the same ones"
                 )
     return found
+
+
+def _keep_common(answers: _Answers) -> int:
+    """Leaves the turns that all systems answered; returns how many others there were."""
+    turns = [
+        {(name, conversation, one.turn) for name, of in by.items() for conversation, row in of.items() for one in row}
+        for by in answers.values()
+    ]
+    common = set.intersection(*turns)
+    for by in answers.values():
+        for name, of in by.items():
+            for conversation, row in of.items():
+                of[conversation] = [one for one in row if (name, conversation, one.turn) in common]
+    return len(set.union(*turns) - common)
 
 
 def _block(answers: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> int:

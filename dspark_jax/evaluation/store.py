@@ -35,6 +35,12 @@ def fingerprint(config: Any, params: Any) -> str:
     return digest.hexdigest()[:16]
 
 
+def device() -> dict[str, Any]:
+    """What wall-clocks are of."""
+    here = jax.devices()[0]
+    return {"platform": here.platform, "kind": here.device_kind}
+
+
 def prompt_digests(benchmarks: Iterable[Benchmark]) -> dict[str, dict[str, str]]:
     """Benchmark to conversation to 8 hex digits of its turns."""
 
@@ -82,9 +88,10 @@ class OutcomeStore:
         self._writer = RecordWriter(file)
 
     def keep(self, outcome: Outcome) -> None:
-        """Adds an outcome; it is with the operating system when this returns."""
-        self._writer.write(outcome.as_json())
-        self.done[outcome.id] = outcome
+        """Adds an outcome; it is with the operating system when this returns. `done` has it as it was written."""
+        values = outcome.as_json()
+        self._writer.write(values)
+        self.done[outcome.id] = from_json(values)
 
     def __enter__(self) -> OutcomeStore:
         return self

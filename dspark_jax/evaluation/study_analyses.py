@@ -82,7 +82,7 @@ class Workbench:
         for name, system in systems.items():
             answers = self.lab.answered(system, self.benchmarks, protocol)
             found += [replace(outcome, system=name) for outcome in answers]
-        return score(found, self.benchmarks, tuple(systems), baseline=baseline, seed=self.seed)
+        return score(found, self.benchmarks, tuple(systems), baseline=baseline, seed=self.seed, clock=protocol.clock)
 
     def timed(self, name: str, key: Mapping[str, Any], measure: Callable[[], Samples]) -> Samples:
         """Samples of a timing, measured once for these settings on this machine."""
@@ -114,12 +114,13 @@ def accepted_sections(bench: Workbench, study: Study, systems: Mapping[str, Syst
         where = f"T{protocol.temperature:g}"
         report.values.setdefault("scores", {})[where] = without_speed(scores)
         report.sections += [f"### Temperature {protocol.temperature:g}", _ACCEPTED, tables.accepted_lengths(scores)]
-        report.sections.append(tables.intervals(scores))
+        report.sections += [tables.intervals(scores), *filter(None, [tables.dropped(scores)])]
         pairs = differences(scores, study.pairs)
         if pairs:
             report.sections += ["Differences over the same conversations, resampled together:", pairs]
         if protocol.method == "decode":
             report.timings += [f"### Speed at temperature {protocol.temperature:g}", tables.speed(scores)]
+            report.timings += filter(None, [tables.untimed(scores)])
             report.timing_values[where] = scores.as_json()["by_domain"]
         found.append(scores)
     return found
@@ -212,6 +213,9 @@ def _headlines(study: Study, scores: Scores) -> list[Headline]:
     return found
 
 
+_PAPER_GAINS = {EAGLE3: "26.7 to 30.9 %", DFLASH: "16.3 to 18.4 %"}
+
+
 def main(study: Study, bench: Workbench, folder: Path) -> Report:
     """Drafters compared, with the gains of DSpark over each."""
     report = Report()
@@ -220,15 +224,18 @@ def main(study: Study, bench: Workbench, folder: Path) -> Report:
     for protocol, scores in zip(bench.protocols, accepted_sections(bench, study, systems, report), strict=True):
         report.pictures += _plotted(folder / f"T{protocol.temperature:g}", scores)
         rows = [["gain of DSpark over", *(column.title for column in scores.domains)]]
-        for other in (DFLASH, EAGLE3, MTP, NGRAM):
+        others = [other for other in (DFLASH, EAGLE3, MTP, NGRAM) if {DSPARK, other} <= set(scores.systems)]
+        for other in others:
             gains = {column.name: gain(scores, DSPARK, other, column.name) for column in scores.domains}
             rows.append([other, *map(per_cent, gains.values())])
             report.values.setdefault("gains", {}).setdefault(f"T{protocol.temperature:g}", {})[other] = gains
-        report.sections += ["Gains, ratios of the means less 1:", tables.markdown_table(rows)]
+        if others:
+            report.sections += ["Gains, ratios of the means less 1:", tables.markdown_table(rows)]
         if protocol is bench.top:
-            for other, paper in ((EAGLE3, "26.7 to 30.9 %"), (DFLASH, "16.3 to 18.4 %")):
+            for other in (other for other in _PAPER_GAINS if other in others):
                 here = per_cent(gain(scores, DSPARK, other, ALL))
-                report.headlines.append(Headline(f"gain of DSpark over {other}, all benchmarks", paper, here))
+                figure = f"gain of DSpark over {other}, all benchmarks"
+                report.headlines.append(Headline(figure, _PAPER_GAINS[other], here))
     describe(bench, variants, systems, report)
     return report
 

@@ -300,14 +300,18 @@ class Lab:
     # --- answers ---
 
     def answered(self, system: System, benchmarks: Sequence[Benchmark], protocol: Protocol) -> list[Outcome]:
-        """The outcomes of a system, in the order of their ids; what is not there yet is answered.
+        """The answers of a system, in the order of their ids; what is not there yet is answered.
 
         Raises:
             ValueError: outcomes in the folder were made otherwise; a prompt that does not fit the context.
         """
+        return [one for _, one in sorted(self._outcomes(system, benchmarks, protocol).items()) if one.answered]
+
+    def _outcomes(self, system: System, benchmarks: Sequence[Benchmark], protocol: Protocol) -> dict[str, Outcome]:
+        """The outcomes of a system by id, those of turns without room for an answer included."""
         plain: dict[str, Outcome] = {}
         if system.drafter is not None and protocol.method == "forced":
-            plain = {one.id: one for one in self.answered(System(PLAIN, None), benchmarks, protocol)}
+            plain = self._outcomes(System(PLAIN, None), benchmarks, protocol)
         about = self._about(system, benchmarks, protocol)
         how = digest({name: about[name] for name in ("protocol", "target", "dtype")}, 8)
         folder = self.output / "outcomes" / f"T{protocol.temperature:g}-{how}" / system.name
@@ -318,7 +322,7 @@ class Lab:
                 logger.info("answers of %s at temperature %g", system.name, protocol.temperature)
                 answerer = Answerer(self.target, system, protocol, reader=self.reader)
                 answerer.answer(conversations, kept.keep, plain | kept.done)
-            return [kept.done[name] for name in sorted(wanted & set(kept.done))]
+            return {name: kept.done[name] for name in wanted}
 
     def _about(self, system: System, benchmarks: Sequence[Benchmark], protocol: Protocol) -> dict[str, Any]:
         """What outcomes depend on."""
@@ -326,6 +330,8 @@ class Lab:
         about["system"] = {"schedule": system.schedule, "threshold": system.threshold}
         if system.drafter is not None:
             about["system"]["drafter"] = store.fingerprint(system.drafter.config, system.drafter.params)
+        if protocol.method == "decode":  # what wall-clocks are of
+            about["device"] = store.device()
         return about | {"prompts": store.prompt_digests(benchmarks)}
 
 

@@ -22,7 +22,7 @@ from dspark_jax.evaluation.simulate_command import table
 from dspark_jax.evaluation.simulate_plot import plot
 from dspark_jax.evaluation.simulator import EngineSettings, simulate
 from dspark_jax.evaluation.simulator import System as Served
-from dspark_jax.evaluation.studies import Study, Variant
+from dspark_jax.evaluation.studies import DSPARK, MTP, Study, Variant
 from dspark_jax.evaluation.study_analyses import Workbench, systems_of
 from dspark_jax.evaluation.study_report import Headline, Report, per_cent
 from dspark_jax.evaluation.tables import markdown_table
@@ -156,15 +156,19 @@ def _calibration_headlines(split: calibration_report.SplitReport) -> list[Headli
 def load(study: Study, bench: Workbench, folder: Path) -> Report:
     """The simulator under loads, with this machine's curves and the rounds of the benchmarks."""
     report = Report(clocked=True)
-    block, single = bench.available(study, report)
-    systems_of(bench, (block, single))  # trained before anything is measured
+    there = {one.name: one for one in bench.available(study, report)}
+    if DSPARK not in there:
+        raise ValueError(f"study {study.name}: serves {DSPARK}, which this target lacks: {report.left_out[DSPARK]}")
+    systems_of(bench, there.values())  # trained before anything is measured
+    block, single = there[DSPARK], there.get(MTP)
     records = confident_rounds(bench, block)
     fit = fits_of(records)["temperatures"]
     held_out = kept_requests(records)
     replay = make_replay([held_out], Calibration(fit.temperatures))
     results = [one for name in _SERVED for one in _served(bench, block, replay, name)]
-    system = bench.lab.system(single)
-    results += _served(bench, single, single_replay(bench, system), "mtp1")
+    if single is not None:
+        system = bench.lab.system(single)
+        results += _served(bench, single, single_replay(bench, system), "mtp1")
     report.timings += [
         "Simulated with this machine's throughput curves and the recorded rounds, confidences calibrated by STS. "
         "`mtp1` is the MTP drafter with its own rounds and curve; per user: median tokens/s of an answer; budget: rows "
@@ -172,8 +176,10 @@ def load(study: Study, bench: Workbench, folder: Path) -> Report:
         f"```\n{table(results)}\n```",
     ]
     report.timing_values = {"results": [asdict(result) for result in results]}
-    report.headlines, rows = matched(results)
-    report.timings += ["Against MTP-1 (`-`: outside what was simulated):", markdown_table(rows)]
+    if single is not None:
+        report.headlines, rows = matched(results)
+        report.timings += ["Against MTP-1 (`-`: outside what was simulated):", markdown_table(rows)]
+    report.headlines.append(_budget(results))
     report.values["temperatures"] = list(fit.temperatures)
     report.pictures = plot(folder, results)
     return report
@@ -260,9 +266,16 @@ def matched(results: Sequence[Result]) -> tuple[list[Headline], list[list[str]]]
         Headline("throughput at MTP-1's speed per user", "+51 %", _range(best["throughput"])),
         Headline("speed per user at MTP-1's throughput", "+60 to 85 %", _range(best["per user"])),
     ]
-    budgets = [one.budget for one in frontiers["causal"] if one.budget is not None]
-    here = f"{max(budgets):.1f} to {min(budgets):.1f} rows, alone to the largest load" if budgets else "-"
-    return [*found, Headline("verify budget (causal)", "4 to 6, shrinking with load", here)], rows
+    return found, rows
+
+
+def _budget(results: Sequence[Result]) -> Headline:
+    """Rows that a request verifies in a round, at the ends of the loads."""
+    budgets = [one.budget for one in results if one.system == "causal"]
+    alone, loaded = budgets[0], budgets[-1]
+    told = alone is not None and loaded is not None
+    here = f"{alone:.1f} to {loaded:.1f} rows, alone to the largest load" if told else "-"
+    return Headline("verify budget (causal)", "4 to 6, shrinking with load", here)
 
 
 def _ratio(one: float | None, other: float | None) -> float | None:

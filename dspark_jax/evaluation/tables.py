@@ -100,6 +100,23 @@ def speed(scores: Scores) -> str:
     return markdown_table(rows, words=2)
 
 
+def untimed(scores: Scores) -> str:
+    """Why systems have no speed; '' where all have."""
+    if all(score.tokens_per_second is not None for row in scores.by_domain.values() for score in row.values()):
+        return ""
+    return (
+        "`-` for tokens/s: some of the answers were not timed. With method forced none is; in batches none of those "
+        "that were left of a benchmark when a run stopped."
+    )
+
+
+def dropped(scores: Scores) -> str:
+    """What was left out of the comparison; '' where nothing was."""
+    if not scores.dropped:
+        return ""
+    return f"Turns that not every system had room to answer in the context: {scores.dropped}; they count for none."
+
+
 def positions(scores: Scores) -> str:
     """Acceptance at each position of a block, given that all before it were accepted, in per cent."""
     longest = max(len(row[column].positions) for row in scores.by_domain.values() for column in row)
@@ -136,6 +153,7 @@ def report(scores: Scores, how: Sequence[str]) -> str:
         "## Accepted length\n\nCommitted tokens per round, bonus token included; the largest of each column in bold. "
         "The columns of domains, and of all, are means of their benchmarks.",
         accepted_lengths(scores),
+        dropped(scores),
         "## Intervals\n\n95 % intervals by resampling conversations.",
         intervals(scores),
     ]
@@ -147,6 +165,7 @@ def report(scores: Scores, how: Sequence[str]) -> str:
         "drafting is faster; a domain's is the mean of its benchmarks. Verified: draft tokens of a round that the "
         "target looked at. Acceptance rate: accepted by verified.",
         speed(scores),
+        untimed(scores),
     ]
     by_position = positions(scores)
     if by_position:
@@ -155,4 +174,4 @@ def report(scores: Scores, how: Sequence[str]) -> str:
             "before them were; rounds of a domain's benchmarks together.",
             by_position,
         ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"

@@ -101,8 +101,8 @@ def read_both(settings: DoctorSettings) -> tuple[Target, DrafterFiles]:
 
 def tokenized(target: Target, text: str) -> Prompted:
     """The trial prompt as the target's chat renders it; the reason where there is no tokenizer to do so."""
+    from dspark_jax.checkpoints.tokenizer import prompt_ids
     from dspark_jax.serving.doctor_checks import Prompted
-    from dspark_jax.serving.stream import prompt_ids
 
     try:
         return Prompted(target.tokenizer, prompt_ids(target.tokenizer, [{"role": "user", "content": text}]))

@@ -24,7 +24,7 @@ from dspark_jax.checkpoints.load import (
     load_drafter,
     load_target,
 )
-from dspark_jax.checkpoints.tokenizer import Tokenizer
+from dspark_jax.checkpoints.tokenizer import Tokenizer, prompt_ids
 from dspark_jax.config import keep_programs, log_to_stderr, named_dtype
 from dspark_jax.data.prompts import PromptRecord
 from dspark_jax.data.records import RecordWriter
@@ -38,7 +38,7 @@ from dspark_jax.serving import report
 from dspark_jax.serving.corpus import open_corpus
 from dspark_jax.serving.progress import Progress
 from dspark_jax.serving.settings import BUDGETED, ServeSettings
-from dspark_jax.serving.stream import TextStream, prompt_ids
+from dspark_jax.serving.stream import TextStream
 from dspark_jax.sharding import MeshShape, make_mesh
 
 _STREAM_ROUNDS = 4  # steps between two looks of the host

@@ -1,4 +1,4 @@
-"""Text on both sides of the engine: a chat as prompt ids, and committed ids as text that grows in whole characters.
+"""The text of an answer: committed ids as text that grows in whole characters.
 
 Stop strings are looked for in the decoded text, because they may begin and end inside a token. What could still become
 a stop string is held back, so a piece that was shown never has to be taken back.
@@ -6,30 +6,9 @@ a stop string is held back, so a piece that was shown never has to be taken back
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from dspark_jax.checkpoints.tokenizer import IncrementalDecoder, Tokenizer
-
-
-def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-    """Token ids of a chat, ready to be answered.
-
-    The chat template opens the assistant's turn; thinking is switched off where the template knows that switch. Without
-    a template the text of a single user message is taken as it is, after the family's first token.
-
-    Raises:
-        ValueError: the template refuses the messages, or there is none and they are more than one user message.
-    """
-    template = tokenizer.chat_template
-    if template:
-        options = {"enable_thinking": False} if "enable_thinking" in str(template) else {}
-        return tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options))
-    if len(messages) != 1 or messages[0]["role"] != "user":
-        raise ValueError(
-            f"messages: the tokenizer has no chat template, must be one user message and not {len(messages)}"
-        )
-    return (*tokenizer.prefix_ids, *tokenizer.encode(messages[0]["content"]))
 
 
 class TextStream:

@@ -44,9 +44,14 @@ class Best:
 
 
 def better(best: Best | None, result: dict[str, float], step: int) -> Best | None:
-    """The evaluation of this step where it beats the best one (or measures something else), else None."""
+    """The evaluation of this step where it beats the best one (or measures something else), else None.
+
+    A value that is not finite beats nothing.
+    """
     name = next((name for name in SCORES if name in result), None)
-    if name is None or (best is not None and best.name == name and best.value >= result[name]):
+    if name is None or not np.isfinite(result[name]):
+        return None
+    if best is not None and best.name == name and best.value >= result[name]:
         return None
     return Best(name, result[name], step)
 
@@ -85,14 +90,18 @@ class HeldOut:
         ]  # one batch each, the last one with empty rows
 
     def losses(self, params: Params, frozen: Params) -> dict[str, float]:
-        """Means over all samples, by the metrics' names with `held_out_` before them; {} without samples."""
+        """Means over all samples, by the metrics' names with `held_out_` before them; {} without samples.
+
+        `total` comes as one number for each batch; batches count by their samples.
+        """
         sums: dict[str, np.ndarray] = {}
         pending = []
         for pipeline in self._pipelines:
             pending.append(self._step(params, frozen, place_batch(pipeline.batch(0), self._mesh)))
-        for metrics in jax.device_get(pending):
+        for pipeline, metrics in zip(self._pipelines, jax.device_get(pending), strict=True):
             for name, pair in metrics.items():
-                sums[name] = sums.get(name, np.zeros(2)) + np.asarray(pair, np.float64)
+                weight = len(pipeline.samples) if name == "total" else 1
+                sums[name] = sums.get(name, np.zeros(2)) + weight * np.asarray(pair, np.float64)
         return {PREFIX + name: float(total / count) for name, (total, count) in sums.items() if count}
 
 

@@ -116,4 +116,4 @@ class Feed:
         assert self._filling is not None
         self._filling.filler.close()
         self._filling.complete()
-        self._filling = None  # with it goes the target, from the devices
+        self._filling = None  # with it goes the target from the devices, unless evaluations decode with it

@@ -111,10 +111,11 @@ def _storing(key: CacheKey, mesh: Mesh, softcap: float) -> TrainStep:
 
     def store(states: States, frozen: Params) -> tuple[Any, Any, jax.Array]:
         features, final = stored_states(key, states.features, states.final)
-        if not key.quantized:
+        if not key.quantized and final.dtype == states.final.dtype:
             return features, final, states.normalizer
         head = shared_parts(frozen, states.final.dtype)["head"]
-        flat = dequantize(final, head.dtype).reshape(-1, states.final.shape[-1]).T  # [D, M * N / M * T]
+        read = dequantize(final, head.dtype) if key.quantized else final
+        flat = read.reshape(-1, read.shape[-1]).T  # [D, M * N / M * T]
         normalizer = target_normalizer(head, flat, softcap, states.final.shape[0] * states.final.shape[1])
         return features, final, normalizer.reshape(states.normalizer.shape)
 

@@ -21,6 +21,8 @@ from tensorboardX import SummaryWriter
 Item = TypeVar("Item")
 
 TIMINGS = ("seconds", "tokens_per_second", "wait_share")  # what differs from run to run
+# What tells of weights that are not finite: the loss those before an update, the gradient those behind it.
+_FINITE = {"total": "the loss", "grad_norm": "the gradient's norm"}
 _AHEAD = 2  # updates that the devices may be behind: more would only keep more batches in their memory
 
 
@@ -44,7 +46,7 @@ class Log:
 
         Args:
             window: the open window of the checkpoint (`window`), None for a fresh run. writes: whether this process
-                writes; the others only check that losses are finite.
+                writes; the others only check that losses and gradients are finite.
         """
         self._sums: dict[str, list[float]] = {name: list(pair) for name, pair in (window or {}).items()}
         self._pending: list[Any] = []
@@ -100,7 +102,7 @@ class Log:
         """Wait for all updates so far, and add up their metrics.
 
         Raises:
-            FloatingPointError: the loss is not finite.
+            FloatingPointError: a loss or a gradient is not finite.
         """
         for metrics, host in jax.device_get(self._pending):
             for name, (total, count) in (metrics | host).items():
@@ -109,15 +111,16 @@ class Log:
                 pair[1] += float(count)
         self._pending.clear()
         self._running.clear()
-        loss = self._sums["total"][0] if "total" in self._sums else 0.0
-        if not np.isfinite(loss):
-            raise FloatingPointError(f"update {step}: the loss is {loss}; the last checkpoint is from before")
+        for name, what in _FINITE.items():
+            value = self._sums[name][0] if name in self._sums else 0.0
+            if not np.isfinite(value):
+                raise FloatingPointError(f"update {step}: {what} is {value}; the last checkpoint is from before")
 
     def write(self, step: int, extra: dict[str, float]) -> dict[str, str]:
         """Write the means since the last line, and `extra`; returns some of them for the progress bar.
 
         Raises:
-            FloatingPointError: the loss is not finite; the line is written.
+            FloatingPointError: as `settle`; the line is written.
         """
         try:
             self.settle(step)

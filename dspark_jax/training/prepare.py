@@ -21,11 +21,11 @@ from jax.typing import DTypeLike
 
 from dspark_jax.checkpoints.gguf import GGUFFile, gguf_config
 from dspark_jax.checkpoints.hf import read_hf_config, resolve
-from dspark_jax.checkpoints.load import Target, embedded_target_path, load_drafter, load_target
+from dspark_jax.checkpoints.load import Target, embedded_target_path, load_target
+from dspark_jax.data.cache_key import excerpt
 from dspark_jax.data.hidden_cache import CacheKey, HiddenCache, build_cache, cache_key, check_space, wider_key
 from dspark_jax.data.pipeline import Pipeline
 from dspark_jax.data.records import RecordSamples, TrainingSample, sample_id, sample_table
-from dspark_jax.drafters.config import CALIBRATION
 from dspark_jax.models.config import TransformerConfig
 from dspark_jax.sharding import MeshShape, check_mesh, make_mesh, put, replicated
 from dspark_jax.training.distributed import barrier
@@ -33,6 +33,7 @@ from dspark_jax.training.evaluate import HeldOut
 from dspark_jax.training.export import Exporter
 from dspark_jax.training.feed import Feed, Filling
 from dspark_jax.training.fill import Filler
+from dspark_jax.training.initial import drop_shared, read_initial
 from dspark_jax.training.objectives import TrainableConfig, check_loss, recorded_fields
 from dspark_jax.training.optimizer import cosine_schedule, make_optimizer
 from dspark_jax.training.settings import TrainSettings, drafter_config, resolve_dtype
@@ -56,7 +57,7 @@ class Run(NamedTuple):
     """What stays the same from the first update to the last.
 
     Attributes:
-        settings: of the run. target: the frozen model; without parameters in runs of several processes.
+        settings: of the run. target: the frozen model; without parameters where nothing decodes.
         identity: a hash of the target. config: the drafter's. held_out: samples kept out of training, and their losses.
         d2t: int32 [Vd] offsets of a reduced vocabulary, None for all tokens. mesh: the devices.
         feed: batches and updates. exporter: writes drafters.
@@ -121,6 +122,8 @@ def prepare(settings: TrainSettings) -> Run:
     check_tokens(held_out, target_config, path)
     initial = read_initial(settings.initial, config) if settings.initial else None
     target = load_target(path, dtype=dtype, mesh=mesh)
+    if initial is not None:
+        initial = drop_shared(str(settings.initial), initial, target.params)
     source = _Source(settings, target, config, mesh, dtype)
     cache = source.open_cache(samples, held_out)
     d2t: np.ndarray | None = None
@@ -155,7 +158,7 @@ def prepare(settings: TrainSettings) -> Run:
         np.dtype(dtype).name,
         " x ".join(f"{name} {size}" for name, size in mesh.shape.items()),
     )
-    if jax.process_count() > 1:  # its devices keep what the steps read, and nothing decodes here
+    if jax.process_count() > 1 or not len(held_out):  # nothing decodes here, and the steps have what they read
         target = dataclasses.replace(target, params={})
     recorded = recorded_fields(config, settings.loss, settings.num_anchors)
     exporter = Exporter(Path(settings.output), config, d2t, recorded)
@@ -251,12 +254,7 @@ class _Source:
 
 def _fingerprinted(params: Params, mesh: Mesh) -> Params:
     """The parameters that a fingerprint looks at, whole in every process."""
-
-    def pick(params: Params) -> Params:
-        down = params["layers"][-1]["down"][:8]
-        return {"final_norm": params["final_norm"], "embed": params["embed"][:8], "layers": ({"down": down},)}
-
-    return jax.jit(pick, out_shardings=replicated(mesh))(params)
+    return jax.jit(excerpt, out_shardings=replicated(mesh))(params)
 
 
 def _local_shape(config: TransformerConfig) -> MeshShape:
@@ -271,28 +269,6 @@ def read_target_config(path: Path) -> TransformerConfig:
         FileNotFoundError, ValueError: as `load_target`.
     """
     return gguf_config(GGUFFile(path)) if path.is_file() else read_hf_config(path)
-
-
-def read_initial(path: str, config: TrainableConfig) -> Params:
-    """The float32 weights of an existing drafter of the same shape, with `d2t` where it trims the vocabulary.
-
-    Its calibration is no part of the shape, and is left behind: it belongs to the weights as they were.
-
-    Raises:
-        FileNotFoundError, ValueError: no drafter there, or one of another shape; the message names the fields.
-    """
-    drafter = load_drafter(path)
-    if type(drafter.config) is not type(config):
-        kinds = type(drafter.config).__name__, type(config).__name__
-        raise ValueError(f"initial {path}: a drafter of another kind, with {kinds[0]}; this run has {kinds[1]}")
-    other = [
-        f"{f.name} {getattr(drafter.config, f.name)!r} (this run has {getattr(config, f.name)!r})"
-        for f in dataclasses.fields(config)
-        if f.name not in CALIBRATION and getattr(drafter.config, f.name) != getattr(config, f.name)
-    ]
-    if other:
-        raise ValueError(f"initial {path}: a drafter of another shape: {', '.join(other)}; set the same in `drafter`")
-    return dict(drafter.params)
 
 
 def read_samples(settings: TrainSettings) -> tuple[RecordSamples, RecordSamples]:

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 def main(argv: Sequence[str]) -> int:
     """The command `train.py`; returns its exit code. What is wrong is told in one line.
 
-    Exit codes: 2 for wrong settings and data, 1 for a disk that cannot be written to and a loss that is not finite, 0
-    also for a run that was asked to stop.
+    Exit codes: 2 for wrong settings and data, 1 for a disk that cannot be written to and a loss or gradient that is not
+    finite, 0 also for a run that was asked to stop.
     """
     with log_to_stderr("%(asctime)s %(message)s"):
         try:
@@ -86,8 +86,8 @@ def train(settings: TrainSettings) -> TrainState:
 
     Raises:
         FileNotFoundError, ValueError: settings, data, cache or checkpoints that cannot be used; nothing was trained.
-        OSError: the disk is full, or cannot be written to. FloatingPointError: a loss that is not finite. In both cases
-            the last checkpoint is good.
+        OSError: the disk is full, or cannot be written to. FloatingPointError: a loss or a gradient that is not finite.
+            In both cases the last checkpoint is good.
     """
     check_shared(Path(settings.output))
     run = prepare(settings)
@@ -113,7 +113,7 @@ def train(settings: TrainSettings) -> TrainState:
                     log.settle(number)
                     best = evaluate(run, state, number, best, log)
                 if last or stopped or due(number, settings.eval_every) or due(number, settings.checkpoint_every):
-                    log.settle(number)  # a loss that is not finite is never saved
+                    log.settle(number)  # what a loss or gradient that is not finite has left is never saved
                     run.feed.commit()
                     progress = {"best": asdict(best) if best else None, "window": log.window}
                     checkpoints.save(number, state, run.facts, progress, best.step if best else None)

@@ -404,22 +404,23 @@ def test_another_target_layer_set_or_kind_is_refused(tmp_path: Path, target: Tar
         HiddenCache(tmp_path, key)
 
 
-def test_fingerprint_sees_weights_but_not_their_dtype(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    key = key_of(target)
-    for name in ("final_norm", "embed"):
-        changed = target.params | {name: target.params[name] * 1.5}
-        assert cache_key("", target.config, changed, LAYERS, jnp.float32).fingerprint != key.fingerprint
-    narrow = {name: target.params[name] for name in ("embed", "final_norm", "layers")}
-    narrow["final_norm"] = narrow["final_norm"].astype(jnp.bfloat16)
-    assert cache_key("", target.config, narrow, LAYERS, jnp.float32).fingerprint == key.fingerprint
-    real = keys._first_rows
-    monkeypatch.setattr(keys, "_first_rows", lambda array, rows: real(array, rows) if rows is None else b"")
-    part = keys.fingerprint(target.config, target.params)  # as of a process that does not hold embed and down
-    assert part != key.fingerprint and same_target(part, key.fingerprint) and same_target(key.fingerprint, part)
-    assert not same_target(
-        keys.fingerprint(target.config, changed | {"final_norm": changed["embed"][0]}), key.fingerprint
-    )
-    assert not same_target("0123", key.fingerprint)
+def test_fingerprint_sees_every_weight_but_not_their_dtype(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = keys.fingerprint(target.config, target.params)
+    leaves, tree = jax.tree.flatten(target.params)
+    for number, leaf in enumerate(leaves):
+        changed = jax.tree.unflatten(tree, [*leaves[:number], leaf * 1.5 + 0.1, *leaves[number + 1 :]])
+        assert not same_target(keys.fingerprint(target.config, changed), mine), number
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), target.params)
+    assert keys.fingerprint(target.config, narrow) == mine
+    assert keys.fingerprint(target.config, jax.jit(keys.excerpt)(target.params)) == mine
+    assert same_target(mine.rpartition("-")[0], mine)  # of a cache from before the last part
+    real = keys._bytes_of
+    monkeypatch.setattr(keys, "_bytes_of", lambda part: real(part) if getattr(part, "ndim", 0) == 1 else b"")
+    part = keys.fingerprint(target.config, target.params)  # as of a process that holds the final norm alone
+    assert part != mine and same_target(part, mine) and same_target(mine, part)
+    other = target.params | {"final_norm": target.params["embed"][0]}
+    assert not same_target(keys.fingerprint(target.config, other), mine)
+    assert not same_target("0123", mine)
 
 
 def flip(file: Path, at: int) -> None:

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 from dspark_jax.checkpoints.load import load_target
-from dspark_jax.checkpoints.tokenizer import load_tokenizer
+from dspark_jax.checkpoints.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 from dspark_jax.data import regenerate
 from dspark_jax.decoding.generate import Generator, Request
 from dspark_jax.decoding.sampling import SamplingParams
-from tests.serving.conftest import write_target
+from dspark_jax.serving import offline
+from dspark_jax.serving.http import routes
+from tests.serving.conftest import write_target, write_tokenizer
 
 PROMPTS = ["tulips", "a b c", "the answer", "tulips and more tulips", "x"]
 FLAGS = ["--dtype", "float32", "--max-tokens", "6", "--batch-size", "2", "--window", "4"]
@@ -121,10 +123,63 @@ def test_a_window_is_sorted_by_length(target: Path, prompts: Path, tmp_path: Pat
     assert order(1, seed=1) != one
 
 
+def jobs_of(folder: Path, tokenizer: Tokenizer, rows: list[dict]) -> list[regenerate.Job]:
+    file = folder / "asked.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = regenerate.RegenerateSettings(folder / "out.jsonl", (str(file),), temperatures=(0.0,), window=1)
+    return sorted(regenerate.read_jobs(settings, tokenizer, settings.prompts), key=lambda job: job.id)
+
+
+@pytest.mark.parametrize("family", ["qwen", "gemma4"])
+def test_prompts_are_asked_as_in_serving(golden: Path, tmp_path: Path, family: str) -> None:
+    """With templates that think where they are not told otherwise."""
+    template = json.loads((golden / "parsing" / "cases.json").read_text())["chat_templates"][family]
+    write_tokenizer(tmp_path, template)
+    tokenizer = load_tokenizer(tmp_path)
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    jobs = jobs_of(tmp_path, tokenizer, [{"id": "0", "prompt": "tulips"}, {"id": "1", "messages": talk}])
+    chats = [[{"role": "user", "content": "tulips"}], talk]
+    assert [job.ids for job in jobs] == [prompt_ids(tokenizer, chat) for chat in chats]
+    assert [list(job.ids) for job in jobs] == [tokenizer.apply_chat_template(c, enable_thinking=False) for c in chats]
+    assert all(list(job.ids) != tokenizer.apply_chat_template(c) for job, c in zip(jobs, chats, strict=True))
+    assert regenerate.prompt_ids is offline.prompt_ids is routes.prompt_ids
+
+
+def test_a_target_without_a_template_is_given_the_text(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, None)
+    tokenizer = load_tokenizer(tmp_path)
+    assert [job.ids for job in jobs_of(tmp_path, tokenizer, [{"prompt": "hé"}])] == [tuple(tokenizer.encode("hé"))]
+    talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+    with pytest.raises(ValueError, match="asked.jsonl, prompt '7': .*no chat template, must be one user message"):
+        jobs_of(tmp_path, tokenizer, [{"id": 7, "messages": talk}])
+
+
+def test_ids_that_come_twice_are_refused(target: Path, tmp_path: Path) -> None:
+    """Files of one name are taken where their ids differ."""
+    tokenizer = load_tokenizer(target)
+    files = [tmp_path / name for name in ("a/some.jsonl", "b/some.jsonl", "c/some.jsonl", "x.v1.jsonl", "x.v2.jsonl")]
+    for file, name in zip(files, ("p", "p", "q", "p", "p"), strict=True):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps({"id": name, "prompt": f"of {file}"}) + "\n")
+    one, two, *others = map(str, files)
+
+    def read(*sources: str, temperatures: tuple[float, ...] = (0.0, 0.7)) -> set[str]:
+        settings = regenerate.RegenerateSettings(tmp_path / "out.jsonl", sources, temperatures=temperatures, limit=9)
+        return {job.id for job in regenerate.read_jobs(settings, tokenizer, sources)}
+
+    assert len(read(one, *others)) == 8
+    for pair in ((one, two), (one, one)):
+        with pytest.raises(ValueError, match=rf"prompts {pair[0]} and {pair[1]}: .*'some/p@0'.*rename one of the file"):
+            read(*pair)
+    with pytest.raises(ValueError, match="temperatures 0.7, 0, 0.7: .*give each once"):
+        read(one, temperatures=(0.7, 0.0, 0.7))
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ([], "prompts: nothing to answer"),
+        (["--prompts", "{prompts}", "{prompts}"], "both have an answer of id 'some/p0@0'"),
         (["--prompts", "/no/such.jsonl"], "/no/such.jsonl"),
         (["--prompts", "{prompts}", "--temperatures", "-1"], "temperature -1"),
         (["--prompts", "{prompts}", "--target", "/no/such/model"], "/no/such/model"),

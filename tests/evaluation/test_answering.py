@@ -13,7 +13,7 @@ from dspark_jax.decoding.generate import Completion, Generator
 from dspark_jax.decoding.trace import RoundTrace
 from dspark_jax.drafters.ngram import NgramConfig
 from dspark_jax.evaluation import answering
-from dspark_jax.evaluation.answering import Answerer, Asked, Protocol, System, answer_text, ask
+from dspark_jax.evaluation.answering import Answerer, Asked, Protocol, System, answer_text, ask, check_turns
 from dspark_jax.evaluation.benchmarks import Conversation
 from dspark_jax.evaluation.outcomes import Outcome
 from tests.serving.conftest import write_target
@@ -191,8 +191,23 @@ def test_a_run_goes_on_where_it_was(
         rest = run(target, systems["dspark"], done=done)
         assert done == before and set(rest) == set(whole) - set(done)
         assert facts(done | rest) == facts(whole)
+        begun = {(o.benchmark, o.turn) for o in done.values()}  # whose time was also that of what was lost
+        assert all((o.wall is None) == ((o.benchmark, o.turn) in begun) for o in rest.values())
     monkeypatch.setattr(Generator, "warm_up", lambda self, requests: pytest.fail("nothing is left to do"))
     assert run(target, systems["dspark"], done=whole) == {}
+
+
+def test_answers_one_by_one_are_timed_wherever_a_run_goes_on(
+    target: Target, systems: dict[str, System], greedy: dict[str, dict[str, Outcome]]
+) -> None:
+    done = {name: greedy["plain"][name] for name in ("plain/gsm8k/2/0",)}
+    (rest,) = run(target, systems["plain"], replace(GREEDY, batch_size=1), TALKS[1::2], done).values()
+    assert rest.id == "plain/gsm8k/4/0" and rest.wall is not None
+
+
+def test_a_clock_is_of_an_answer_or_its_batch_or_there_is_none() -> None:
+    protocols = GREEDY, replace(GREEDY, batch_size=1), replace(GREEDY, batch_size=1, method="forced")
+    assert [protocol.clock for protocol in protocols] == ["shared", "own", "none"]
 
 
 def test_benchmarks_are_run_one_after_another(greedy: dict[str, dict[str, Outcome]]) -> None:
@@ -221,14 +236,19 @@ def test_filters_reach_the_engine(target: Target, systems: dict[str, System]) ->
 
 
 def test_a_conversation_ends_before_a_turn_without_room(
-    target: Target, systems: dict[str, System], caplog: pytest.LogCaptureFixture
+    target: Target, systems: dict[str, System], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A history that fills the context of 512 tokens; the other conversation goes on."""
+    """A history that fills the context of 512 tokens; the other conversation goes on. Nothing is left to do then."""
     talks = [Conversation("mt-bench", "long", ("a", "b" * 600, "c")), TALKS[0]]
     found = run(target, systems["plain"], GREEDY, talks)
-    assert [(o.conversation, o.turn) for o in found.values() if o.conversation == "long"] == [("long", 0)]
-    assert "plain/mt-bench/1/1" in found
+    long = {o.turn: o for o in found.values() if o.conversation == "long"}
+    assert [o.answered for o in long.values()] == [True, False, False] and found["plain/mt-bench/1/1"].answered
+    assert long[1].prompt_tokens > 512 and long[1].token_ids == () and long[1].committed == long[1].rounds == 0
+    assert [o.finish_reason for o in long.values()] == ["length", "context", "context"]
     assert "plain/mt-bench/long/1:" in caplog.text and "fill the context of 512" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(Generator, "warm_up", lambda self, requests: pytest.fail("nothing is left to do"))
+    assert run(target, systems["plain"], GREEDY, talks, found) == {} and not caplog.text
 
 
 def test_an_answer_is_cut_at_the_context(target: Target, systems: dict[str, System]) -> None:
@@ -250,8 +270,12 @@ def test_a_first_turn_without_room_is_refused(target: Target, systems: dict[str,
 def test_a_tokenizer_without_template_has_no_second_turn(bare_tokenizer) -> None:
     talk = Conversation("mt-bench", "9", ("a", "b"))
     assert ask(bare_tokenizer, GREEDY, "x", talk).prompt_ids
-    with pytest.raises(ValueError, match="benchmark mt-bench, conversation 9, turn 2: messages: the tokenizer has no"):
+    message = "benchmark mt-bench, conversation 9, turn 2: messages: the tokenizer has no"
+    with pytest.raises(ValueError, match=message):
         ask(bare_tokenizer, GREEDY, "x", talk, 1, ["said"])
+    with pytest.raises(ValueError, match=message):
+        check_turns(bare_tokenizer, GREEDY, talk)
+    check_turns(bare_tokenizer, GREEDY, TALKS[1])
 
 
 def test_systems_that_cannot_run_are_refused(target: Target, systems: dict[str, System], golden: Path) -> None:
@@ -292,8 +316,9 @@ def test_confidences_along_plain_answers_are_for_the_asking(
 def test_plain_decoding_is_the_engines_with_both_methods(
     target: Target, systems: dict[str, System], greedy: dict[str, dict[str, Outcome]]
 ) -> None:
+    """But for the clock: there is none where rounds are found along answers."""
     found = run(target, systems["plain"], FORCED)
-    assert facts(found) == facts(greedy["plain"]) and all(o.wall is not None for o in found.values())
+    assert found == facts(greedy["plain"]) and all(o.wall is not None for o in greedy["plain"].values())
 
 
 def test_rounds_along_plain_answers_go_on_where_they_were(
@@ -323,7 +348,11 @@ def test_rounds_need_plain_answers(
 def test_a_conversation_that_plain_decoding_ended_ends(target: Target, systems: dict[str, System]) -> None:
     talks = [Conversation("mt-bench", "long", ("a", "b" * 600, "c"))]
     plain = run(target, systems["plain"], GREEDY, talks)
-    assert set(run(target, systems["ngram"], FORCED, talks, plain)) == {"ngram/mt-bench/long/0"}
+    found = run(target, systems["ngram"], FORCED, talks, plain)
+    assert [(o.id, o.answered) for o in found.values()] == [
+        ("ngram/mt-bench/long/1", False), ("ngram/mt-bench/long/2", False), ("ngram/mt-bench/long/0", True)
+    ]  # fmt: skip
+    assert run(target, systems["ngram"], FORCED, talks, plain | found) == {}
 
 
 # --- one outcome, by hand ---

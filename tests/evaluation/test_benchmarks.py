@@ -64,8 +64,9 @@ def test_lines_and_limit(tmp_path: Path, lines: str, limit: int, ids: str) -> No
 
 def test_the_limit_counts_what_fits(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", *({"turns": ["x" * size]} for size in (9, 1, 9, 2, 3)))
-    (found,) = read_benchmarks([str(file)], limit=2, fits=lambda one: len(one.turns[0]) < 5)
-    assert [c.turns[0] for c in found.conversations] == ["x", "xx"]
+    for limit, wanted in ((2, ["x", "xx"]), (0, ["x", "xx", "xxx"])):
+        (found,) = read_benchmarks([str(file)], limit=limit, fits=lambda one: len(one.turns[0]) < 5)
+        assert [c.turns[0] for c in found.conversations] == wanted
 
 
 def test_own_ids_are_kept(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ CHANGES: dict[str, tuple[dict[str, str | None], Callable[[dict[str, Any], list[G
     "max_tokens": ({"max-tokens": "4"}, lambda r, e: lengths(r), 4),
     "batch_size": ({"batch-size": "3"}, lambda r, e: {one.batch_size for one in e}, {3}),
     "seed": ({"seed": "1"}, lambda r, e: len(r["outcomes"]), 8),
-    "method": ({"method": "forced"}, lambda r, e: clockless(r), {"dspark"}),
+    "method": ({"method": "forced"}, lambda r, e: clockless(r), {"plain", "dspark"}),
     "schedule": ({"schedule": "threshold"}, lambda r, e: e[-1].schedule, "threshold"),
     "threshold": ({"schedule": "threshold", "threshold": "0"}, lambda r, e: e[-1].threshold, 0.0),
     "data": (SMALL | {"data": "2"}, lambda r, e: [one.mesh.shape["data"] for one in e], [2]),
@@ -286,7 +286,37 @@ def test_a_stopped_run_goes_on_and_reports_the_same(
     assert not set(kept) & set(again) and len(kept) + len(again) == len(set(kept + again)) == 12
     first, second = read(whole), read(part)
     assert untimed(first) == untimed(second) and texts(first) == texts(second)
-    assert all(o["wall"] >= 0 for o in second["outcomes"])
+    stopped = {0: set(), 3: {("dspark", "gsm8k")}, 9: {("dspark", "mt-bench")}}[after]  # in the midst of whose answers
+    assert {(o["system"], o["benchmark"]) for o in second["outcomes"] if o["wall"] is None} == stopped
+    speeds = {(s, n): f["tokens_per_second"] for s, row in second["by_benchmark"].items() for n, f in row.items()}
+    assert {place for place, speed in speeds.items() if speed is None} == stopped
+    assert ("were not timed" in (part / "report.md").read_text()) == bool(stopped)
+
+
+def test_clocks_of_answers_that_were_followed_say_nothing(files: Files, tmp_path: Path) -> None:
+    """Outcomes of older runs have them."""
+    options: dict[str, str | None] = {"method": "forced", "drafters": "ngram", "limit": "1"}
+    assert command(files, tmp_path, **options) == 0
+    first = read(tmp_path)
+    for outcome in first["outcomes"]:
+        outcome["wall"] = 1.0 if outcome["system"] == "plain" else None
+    (tmp_path / "outcomes.jsonl").write_text("".join(json.dumps(outcome) + "\n" for outcome in first["outcomes"]))
+    assert command(files, tmp_path, **options) == 0
+    assert read(tmp_path) == first and first["by_domain"]["plain"]["all"]["tokens_per_second"] is None
+
+
+def test_a_turn_without_room_is_not_asked_again(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "mt-bench.jsonl").write_text(json.dumps({"turns": ["a", "b" * 600, "c"]}) + "\n")
+    options: dict[str, str | None] = {"prompts": str(tmp_path / "mt-bench.jsonl"), "drafters": "ngram", "limit": None}
+    assert command(files, tmp_path / "out", **options) == 0
+    first = read(tmp_path / "out")
+    assert first["by_benchmark"]["ngram"]["mt-bench"]["answers"] == 1 and len(first["outcomes"]) == 2 * 3
+    monkeypatch.setattr(Generator, "warm_up", lambda self, requests: pytest.fail("nothing is left to do"))
+    capsys.readouterr()
+    assert command(files, tmp_path / "out", **options) == 0
+    assert read(tmp_path / "out") == first and "6 of 6 answers are there already" in capsys.readouterr().err
 
 
 def test_more_prompts_and_drafters_go_into_the_same_folder(files: Files, base: Path, tmp_path: Path) -> None:
@@ -382,6 +412,21 @@ def test_wrong_input_is_told_in_one_line(
     error = capsys.readouterr().err.splitlines()
     assert error[-1].startswith("dspark eval: error: ") and message in error[-1]
     assert not (tmp_path / "out/report.md").exists()
+
+
+def test_a_target_that_can_be_asked_one_turn_is_asked_none_of_several(
+    files: Files, golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    bare = copy_model(golden / "targets/qwen3_untied", tmp_path / "bare")
+    write_tokenizer(bare, None)
+    assert (
+        command(files, tmp_path / "out", target=str(bare), prompts="{prompts}/gsm8k.jsonl {prompts}/mt-bench.jsonl")
+        == 2
+    )
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "benchmark mt-bench, conversation 1, turn 2: messages: the tokenizer has no chat template" in error
+    assert not (tmp_path / "out").exists()
+    assert command(files, tmp_path / "out", target=str(bare)) == 0
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture) -> None:

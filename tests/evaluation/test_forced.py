@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from scipy.stats import chi2_contingency
 from dspark_jax.decoding.batching import Batch, capacity_for
 from dspark_jax.decoding.generate import Generator, Request
 from dspark_jax.decoding.requests import mode_of
-from dspark_jax.decoding.sampling import SamplingParams
+from dspark_jax.decoding.sampling import SamplingParams, raw_key, sampling_of
 from dspark_jax.evaluation import forced, reading
 from dspark_jax.evaluation.forced import forced_rounds
 from dspark_jax.evaluation.reading import Reader, Text
@@ -117,6 +118,23 @@ def test_sampled_rounds_have_the_distribution_of_decoding(schedule, sampling):
     first = lambda rows: [tuple(np.round(row[0], 2)) for row in rows if len(row)]  # noqa: E731
     confidences = [[c for _, _, c in rounds] for _, _, rounds in answers.values()]
     assert alike(first([one.confidence for one in made]), first(confidences)) > 1e-3
+
+
+def test_the_draft_behind_a_run_to_the_texts_end_is_the_drafters_own():
+    """Nothing was refused there. The drafter says 2 or 5, the target 2: a refused draft is 5."""
+    plan = forced._Plan(None, None, "fixed", "plain", True, 1, jnp.float32)
+    count = 400
+    sampling = sampling_of([SamplingParams(1.0)] * count, [raw_key(i, own=False) for i in range(count)])
+    texts = forced._Texts(None, None, None, None, sampling, None)
+    labels = forced._Labels(jnp.ones((count, 2), jnp.int32), jnp.ones((count, 2), jnp.int32))
+    logits = jnp.full((VOCAB, count), -1e9).at[jnp.array([2, 5])].set(0.0)
+    refused = jnp.zeros((VOCAB, count)).at[2].set(1.0)
+    start, run = jnp.zeros(count, jnp.int32), jnp.ones(count, jnp.int32)
+    left = jnp.where(jnp.arange(count) < count // 2, 1, 2)  # the run ends the text, or does not
+    draw = forced._whole(texts, labels, start, run, left, refused, {}, plan)
+    assert (draw(logits, jnp.int32(0))[0] == 1).all()  # accepted
+    ends, goes_on = np.split(np.asarray(draw(logits, jnp.int32(1))[0]), 2)
+    assert (goes_on == 5).all() and set(ends) == {2, 5} and 60 < (ends == 2).sum() < 140
 
 
 def test_rounds_do_not_depend_on_what_follows():

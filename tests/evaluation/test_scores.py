@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from dspark_jax.evaluation.scores import Estimate, score
+from dspark_jax.evaluation.outcomes import Outcome
+from dspark_jax.evaluation.scores import Clock, Estimate, Score, score
 from tests.evaluation.outcome_sets import benchmark, outcome, random_outcomes
 
 
@@ -116,6 +118,48 @@ def test_there_is_no_speed_without_a_clock_or_plain_decoding() -> None:
     assert found.tokens_per_second == 1.5 and found.speedup.value is None
 
 
+def test_a_benchmark_with_an_answer_that_was_not_timed_has_no_speed() -> None:
+    """The others are timed, and so is plain decoding; means of domains have none either."""
+    benchmarks = [benchmark("a", conversations=2), benchmark("b", conversations=2)]
+    outcomes = random_outcomes({"plain": 0, "d": 0.5}, benchmarks)
+    broken = [replace(o, wall=None) if o.id == "d/a/c1/0" else o for o in outcomes]
+    for clock in ("own", "shared"):
+        scores = score(broken, benchmarks, ["plain", "d"], baseline="plain", clock=clock)  # type: ignore[arg-type]
+        found = scores.by_benchmark["d"]
+        assert found["a"].tokens_per_second is None and found["a"].speedup == Estimate(None) and not found["a"].seconds
+        assert found["b"].tokens_per_second == pytest.approx(4) and found["b"].speedup.value == pytest.approx(2)
+        domain = scores.by_domain["d"]["all"]
+        assert domain.tokens_per_second is None and domain.speedup == Estimate(None) and not domain.seconds
+        assert scores.by_domain["plain"]["all"].tokens_per_second == pytest.approx(2)
+
+
+def test_without_a_clock_walls_say_nothing() -> None:
+    """Plain answers that drafters were forced along have them in old files."""
+    one = benchmark("a", conversations=2)
+    outcomes = random_outcomes({"plain": 0, "d": 0.5}, [one])
+    scores = score(outcomes, [one], ["plain", "d"], baseline="plain", clock="none")
+    for row in scores.by_benchmark.values():
+        assert row["a"].tokens_per_second is None and row["a"].speedup == Estimate(None) and row["a"].seconds == 0
+
+
+def test_the_time_of_a_batch_is_shared_out_by_work() -> None:
+    """Clocks of answers that ended together: all of the time is on the first. Shared out, the interval is that of
+    answers which each took their own."""
+    one = benchmark("a", conversations=20)
+    outcomes = random_outcomes({"plain": 0, "d": 0.5}, [one])
+    own = [replace(o, wall=(o.rounds + 1) * (0.5 if o.system == "plain" else 0.6)) for o in outcomes]
+    totals = {name: sum(o.wall or 0 for o in own if o.system == name) for name in ("plain", "d")}
+    batch = [replace(o, wall=totals[o.system] if o.conversation == "c0" else 0.0) for o in own]
+
+    def found(made: list[Outcome], clock: Clock) -> Score:
+        return score(made, [one], ["plain", "d"], baseline="plain", clock=clock).by_benchmark["d"]["a"]
+
+    wanted, shared, wrong = found(own, "own"), found(batch, "shared"), found(batch, "own")
+    assert shared.speedup == pytest.approx(wanted.speedup) and shared.seconds == pytest.approx(wanted.seconds)
+    assert wrong.speedup.value == pytest.approx(wanted.speedup.value)
+    assert wanted.speedup != pytest.approx(wrong.speedup)
+
+
 def test_intervals_are_those_of_a_plain_bootstrap() -> None:
     """The resampling loop, written out: ratios of sums over drawn conversations."""
     one = benchmark("a", conversations=40)
@@ -197,6 +241,23 @@ def test_a_missing_conversation_is_refused() -> None:
     one = benchmark("a", conversations=3)
     with pytest.raises(ValueError, match="system 'd': has not answered 2 of 3 conversations of a, as 'c1'"):
         score([outcome("d", "a", "c0", [1])], [one], ["d"])
+
+
+def test_systems_are_compared_on_the_turns_that_all_have(caplog: pytest.LogCaptureFixture) -> None:
+    """One had no room for a second turn: the other's, longer, does not count."""
+    one = benchmark("mt-bench", conversations=2, turns=2)
+    outcomes = [outcome(s, "mt-bench", f"c{i}", [1], wall=1.0) for s in ("x", "y") for i in (0, 1)]
+    outcomes += [outcome(s, "mt-bench", "c0", [1], turn=1, wall=1.0) for s in ("x", "y")]
+    longer = outcome("x", "mt-bench", "c1", [3, 3, 3], turn=1, wall=9.0)
+    lacking = replace(longer, id="y/mt-bench/c1/1", system="y", token_ids=(), finish_reason="context", accepted=(),
+                      verified=(), reached=(), wall=None)  # fmt: skip
+    for more in ([longer], [longer, lacking]):
+        scores = score([*outcomes, *more], [one], ["x", "y"])
+        x, y = (scores.by_benchmark[name]["mt-bench"] for name in ("x", "y"))
+        assert x == y and x.answers == 3 and x.accepted_length.value == 2 and x.seconds == 3
+        assert scores.dropped == 1 and "1 turns that not every system had room to answer" in caplog.text
+    assert score([*outcomes, longer], [one], ["x"]).by_benchmark["x"]["mt-bench"].answers == 4
+    assert score(outcomes, [one], ["x", "y"]).dropped == 0
 
 
 def test_scores_are_json_values() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,17 @@ def test_outcomes_are_read_back(tmp_path: Path) -> None:
         store.keep(SECOND)
     with OutcomeStore(tmp_path / "new/out", HERE) as store:
         assert store.done == {FIRST.id: FIRST, SECOND.id: SECOND}
+
+
+def test_what_is_kept_is_what_is_read_back(tmp_path: Path) -> None:
+    """Confidences are written shorter than they are, to seven digits however small."""
+    one = replace(FIRST, confidence=((0.1234567891, 1.23456789e-8, 1 - 2**-24), (0.5, 0.0, 1.0)))
+    with OutcomeStore(tmp_path, HERE) as store:
+        store.keep(one)
+        kept = store.done[one.id]
+    with OutcomeStore(tmp_path, HERE) as store:
+        assert store.done == {one.id: kept}
+    assert kept.confidence == ((0.1234568, 1.234568e-8, 0.9999999), (0.5, 0.0, 1.0))
 
 
 def test_a_half_written_line_is_dropped(tmp_path: Path) -> None:

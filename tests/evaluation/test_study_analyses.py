@@ -109,6 +109,14 @@ def test_drafters_are_compared_with_their_gains(tmp_path: Path) -> None:
     assert TIMINGS not in markdown and [path.parent.name for path in report.pictures] == ["T1", "T1", "T0", "T0"]
 
 
+def test_gains_are_told_over_the_drafters_that_are_there(tmp_path: Path) -> None:
+    report, markdown = made("main", tmp_path, lacking="eagle3")
+    assert set(report.values["gains"]["T1"]) == {"dflash", "mtp", "ngram"} and "- eagle3: eagle3: too large" in markdown
+    assert [headline.figure for headline in report.headlines] == ["gain of DSpark over dflash, all benchmarks"]
+    report, markdown = made("main", tmp_path, lacking="dspark")
+    assert "gains" not in report.values and not report.headlines and "Gains" not in markdown
+
+
 def test_hidden_states_of_most_layers_are_made_first(tmp_path: Path) -> None:
     lab = bench(tmp_path)
     analyses.systems_of(lab, STUDIES["main"].variants)
@@ -121,6 +129,13 @@ def test_decoding_shows_its_speed_among_the_timings(tmp_path: Path) -> None:
     before, after = markdown.split(TIMINGS)
     assert "speed-up" in after and "speed-up" not in before
     assert report.timing_values["T1"]["dspark"]["all"]["speedup"]["value"] == pytest.approx(2.0, abs=0.1)
+
+
+def test_only_decoding_has_a_speed(tmp_path: Path) -> None:
+    for method in ("forced", "decode"):
+        asked = bench(tmp_path, method=method)
+        scores = asked.scores({PLAIN: System(PLAIN, None)}, asked.top, PLAIN)
+        assert (scores.by_domain[PLAIN]["all"].tokens_per_second is None) == (method == "forced")
 
 
 def test_variants_stand_along_their_axis(tmp_path: Path) -> None:

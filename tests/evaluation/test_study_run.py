@@ -198,6 +198,25 @@ def test_answers_are_given_once_and_shared_by_prompts(
         again.answered(system, many, replace(protocol, max_tokens=8))
 
 
+def test_a_turn_without_room_is_left_out_and_not_asked_again(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mt-bench.jsonl").write_text(json.dumps({"turns": ["a", "b" * 600, "c"]}) + "\n")
+    benchmarks = read_benchmarks([str(tmp_path / "mt-bench.jsonl")])
+    protocol = Protocol(0.0, max_tokens=9, batch_size=4, method="forced", seed=3)
+    systems = [lab.system(Variant(name)) for name in (PLAIN, "ngram")]
+    found = [lab.answered(system, benchmarks, protocol) for system in systems]
+    assert [[one.turn for one in answers] for answers in found] == [[0], [0]]
+    monkeypatch.setattr("dspark_jax.evaluation.study_run.Answerer", _NoAnswerer)
+    assert [lab.answered(system, benchmarks, protocol) for system in systems] == found
+
+
+def test_outcomes_with_a_clock_are_of_a_device(lab: Lab) -> None:
+    forced, decoded = (lab._about(System(PLAIN, None), [], Protocol(method=method)) for method in ("forced", "decode"))
+    assert decoded.pop("device")["platform"] == "cpu"
+    assert "device" not in forced and forced.keys() == decoded.keys()
+
+
 class _NoAnswerer:
     def __init__(self, *arguments: Any, **more: Any) -> None:
         raise AssertionError("answered again")

@@ -77,11 +77,11 @@ def test_the_end_of_a_text_bends_no_rate() -> None:
 class _Lab:
     """Answers with what it is given; `mtp` drafts one token."""
 
-    def __init__(self, output: Path) -> None:
-        self.output = output
+    def __init__(self, output: Path, lacking: str = "") -> None:
+        self.output, self.lacking = output, lacking
 
     def lacks(self, variant: Any) -> str:
-        return ""
+        return "too large" if variant.name == self.lacking else ""
 
     def trained(self, changes: Any) -> Any:
         return SimpleNamespace(name="d")
@@ -97,11 +97,11 @@ class _Lab:
         return [one for number, b in enumerate(benchmarks) for one in answers(b, number + b.name.count("x"), block)]
 
 
-def bench(tmp_path: Path, conversations: int = 150) -> Workbench:
+def bench(tmp_path: Path, conversations: int = 150, lacking: str = "") -> Workbench:
     asked = [benchmark("a", "math", conversations), benchmark("b", "chat", conversations)]
     others = [benchmark("ax", "math", conversations), benchmark("bx", "chat", conversations)]
     protocols = [Protocol(temperature, max_tokens=12) for temperature in (1.0, 0.0)]
-    lab: Any = _Lab(tmp_path)
+    lab: Any = _Lab(tmp_path, lacking)
     return Workbench(lab, asked, others, protocols, 0, (1, 2, 4), Timing())
 
 
@@ -156,6 +156,31 @@ def test_schedules_are_simulated_against_the_single_token_drafter(
     assert "causal" in markdown.split(TIMINGS)[1] and "tokens/s" not in markdown.split(TIMINGS)[0].split("##")[0]
 
 
+def test_a_target_without_the_single_token_drafter_is_served_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study_serving, "_curve", lambda *_: curve((1, 2, 4), BLOCK, draft=0.05))
+    report = study_serving.load(STUDIES["load"], bench(tmp_path, 30, "mtp"), tmp_path / "load")
+    assert report.left_out == {"mtp": "too large"}
+    assert {one["system"] for one in report.timing_values["results"]} == {
+        "plain",
+        "fixed",
+        "threshold",
+        "causal",
+        "async",
+    }
+    assert [headline.figure for headline in report.headlines] == ["verify budget (causal)"]
+    with pytest.raises(ValueError, match="study load: serves dspark, which this target lacks: too large"):
+        study_serving.load(STUDIES["load"], bench(tmp_path, 30, "dspark"), tmp_path / "load")
+
+
+def test_budgets_are_told_from_the_smallest_load_to_the_largest() -> None:
+    """They may rise with the load."""
+    results = [replace(result("causal", n, 1.0, 1.0), budget=rows) for n, rows in ((1, 2.5), (2, 5.0), (4, 4.0))]
+    assert study_serving._budget(results).here == "2.5 to 4.0 rows, alone to the largest load"
+    assert study_serving._budget([replace(results[0], budget=None), *results[1:]]).here == "-"
+
+
 def result(system: str, load: float, user: float, throughput: float) -> Result:
     values: dict[str, Any] = dict.fromkeys(Result.__dataclass_fields__)
     return Result(**(values | {"system": system, "load": load, "budget": 3.0, "tokens_per_second": throughput,
@@ -168,6 +193,6 @@ def test_frontiers_are_compared_at_the_same_load_speed_and_throughput() -> None:
     ours = [result(name, n, 100 / n, 200.0 * n**0.5) for name in ("causal", "async") for n in (1, 2, 4)]
     headlines, rows = study_serving.matched([*theirs, *ours])
     assert rows[1][:5] == ["causal", "1", "100.0 %", "0.0 %", "100.0 %"] and len(rows) == 1 + 6
-    assert headlines[0].here == "+100 %" and headlines[2].here.startswith("3.0 to 3.0 rows")
+    assert headlines[0].here == "+100 %"
     # at twice MTP's throughput users wait: 100 in all is outside of ours (200 and more), 200 is our first point
     assert [row[5] for row in rows[1:4]] == ["-", "-", "300.0 %"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dspark_jax.evaluation import tables
@@ -90,6 +92,16 @@ def test_shorter_blocks_leave_cells_open() -> None:
     outcomes = [outcome("short", "a", "c0", [1], block=1), outcome("long", "a", "c0", [2, 3], block=3)]
     rows = cells(tables.positions(score(outcomes, one, ["short", "long"])))
     assert rows[1] == ["math", "short", "100.0", "-", "-"] and rows[2] == ["math", "long", "100.0", "100.0", "50.0"]
+
+
+def test_the_report_says_what_was_not_timed_and_what_was_left_out(scores: Scores) -> None:
+    assert tables.untimed(scores) == tables.dropped(scores) == ""
+    outcomes = random_outcomes({"plain": 0, "d": 0.5}, BENCHMARKS)
+    found = score(outcomes, BENCHMARKS, ["plain", "d"], baseline="plain", clock="none")
+    rows = cells(tables.speed(found))
+    assert {row[rows[0].index(name)] for row in rows[1:] for name in ("tokens/s", "speed-up")} == {"-"}
+    text = tables.report(replace(found, dropped=3), [])
+    assert "some of the answers were not timed" in text and "room to answer in the context: 3" in text
 
 
 def test_the_report_has_all_parts(scores: Scores) -> None:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_jax.serving.stream import TextStream, overlap, prompt_ids
+from dspark_jax.checkpoints.tokenizer import prompt_ids
+from dspark_jax.serving.stream import TextStream, overlap
 
 
 def pieces_of(stream, ids, sizes=(1,)):

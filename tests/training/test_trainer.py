@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -179,6 +180,31 @@ def test_held_out_losses_decide_where_nothing_decodes() -> None:
     assert evaluate.better(first, {}, 6) is None
 
 
+@pytest.mark.parametrize("name", evaluate.SCORES)
+def test_a_score_that_is_not_finite_is_never_the_best(name: str) -> None:
+    for best in (None, evaluate.Best(name, 3.0, 3), evaluate.Best("another", 3.0, 3)):
+        for value in (float("nan"), float("inf"), float("-inf")):
+            assert evaluate.better(best, {name: value}, 6) is None
+    spoilt = evaluate.Best(name, float("nan"), 3)  # as earlier versions may have saved it
+    assert evaluate.better(spoilt, {name: 1.0}, 6) == evaluate.Best(name, 1.0, 6)
+
+
+def test_held_out_losses_count_samples_alike(folder: Path, whole: TrainState) -> None:
+    """Whatever the batches that they come in: here 4 and 1."""
+    run = prepare.prepare(tiny_settings(folder, "weighted", eval_samples=5))
+    parts = [pipeline.samples for pipeline in run.losses._pipelines]
+    assert [len(part) for part in parts] == [4, 1]
+    totals = []
+    for pipeline in run.losses._pipelines:
+        alone = copy.copy(run.losses)
+        alone._pipelines = [pipeline]
+        totals.append(alone.losses(whole.params, run.feed.frozen))
+    found = run.losses.losses(whole.params, run.feed.frozen)
+    assert found["held_out_total"] == pytest.approx((4 * totals[0]["held_out_total"] + totals[1]["held_out_total"]) / 5)
+    anchors = [part["held_out_sampled_anchors"] for part in totals]
+    assert found["held_out_sampled_anchors"] == pytest.approx(np.mean(anchors))
+
+
 def test_a_device_too_small_to_decode_leaves_the_held_out_losses(
     folder: Path, whole: TrainState, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -261,16 +287,17 @@ def test_a_resumed_run_must_be_the_same(folder: Path, whole: TrainState) -> None
         trainer.train(tiny_settings(folder, "whole", resume=False))
 
 
-def test_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
-    folder: Path, whole: TrainState, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "what"), [("total", "the loss"), ("grad_norm", "the gradient's norm")])
+def test_loss_or_gradient_that_is_not_finite_stops_the_run_and_is_not_saved(
+    folder: Path, whole: TrainState, name: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add = trainer.Log.add
+    add, output = trainer.Log.add, f"diverged-{name}"
     broken = (np.float32("nan"), np.float32(1))
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Log, "add", lambda self, *a: add(self, a[0] | {"total": broken}, a[1]))
-        with pytest.raises(FloatingPointError, match="update 3: the loss is nan"):
-            trainer.train(tiny_settings(folder, "diverged", log_every=5))
-    assert [path for path in (folder / "diverged" / "checkpoints").iterdir() if path.is_dir()] == []
+        patch.setattr(trainer.Log, "add", lambda self, *a: add(self, a[0] | {name: broken}, a[1]))
+        with pytest.raises(FloatingPointError, match=f"update 3: {what} is nan"):
+            trainer.train(tiny_settings(folder, output, log_every=5))
+    assert [path for path in (folder / output / "checkpoints").iterdir() if path.is_dir()] == []
 
 
 def sample(name: str, ids: list[int], prompt: int) -> TrainingSample:

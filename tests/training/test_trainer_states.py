@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ import jax
 import numpy as np
 import pytest
 
+from dspark_jax.data.hidden_cache import CachedSample
+from dspark_jax.data.records import TrainingSample
 from dspark_jax.training import prepare, trainer
 from dspark_jax.training.settings import TrainSettings
 from tests.training.test_trainer import assert_same, at_step, steps_of
@@ -61,9 +66,41 @@ def test_filling_a_cache_trains_as_online_does_and_leaves_it_complete(tmp_path: 
     assert len(samples) == 14
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == stamps
     again = prepare.prepare(tiny_settings(tmp_path, "built", cache=str(tmp_path / "built"), **fields))
-    built, filled = again.feed.pipeline._cache, run.feed.pipeline._cache
-    assert built is not None and filled is not None
-    for sample in samples:
-        pair = [cache.read(cache.number(sample.id)) for cache in (built, filled)]
+    for pair in read_both(again, run, samples):
         for one, two in zip(*pair, strict=True):
             np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
+
+
+def read_both(one: prepare.Run, two: prepare.Run, samples: Sequence[TrainingSample]) -> Iterator[list[CachedSample]]:
+    """What the caches of two runs hold of each sample."""
+    caches = [run.feed.pipeline._cache for run in (one, two)]
+    for sample in samples:
+        yield [cache.read(cache.number(sample.id)) for cache in caches if cache is not None]
+
+
+def test_a_filled_cache_has_the_normalizer_of_what_it_stores(tmp_path: Path) -> None:
+    """As one that is built has it, where states are rounded to be stored."""
+    fields: dict[str, Any] = {"cache_kind": "bfloat16", "eval_samples": 0, "steps": 3, "checkpoint_every": 0}
+    trainer.train(tiny_settings(tmp_path, "fill", states="fill", **fields))
+    filled = prepare.prepare(tiny_settings(tmp_path, "later", states="cache", **fields))
+    built = prepare.prepare(tiny_settings(tmp_path, "built", cache=str(tmp_path / "built"), **fields))
+    shares = []
+    for one, two in read_both(built, filled, filled.feed.pipeline.samples):
+        same = (one.final == two.final).all(axis=1)  # not those few that two programs round differently
+        np.testing.assert_allclose(one.normalizer[same], two.normalizer[same], rtol=0, atol=2e-5)
+        shares.append(same.mean())
+    assert np.mean(shares) > 0.8
+
+
+@pytest.mark.parametrize("held_out", [0, 2])
+def test_a_filled_cache_lets_go_of_the_target_where_nothing_decodes(tmp_path: Path, held_out: int) -> None:
+    run = prepare.prepare(tiny_settings(tmp_path, states="fill", eval_samples=held_out, steps=4))
+    filling = run.feed._filling
+    assert filling is not None and run.feed.pipeline.total_steps(1) == 3
+    weight = weakref.ref(filling.frozen["target"]["layers"][0]["down"])
+    del filling
+    for _ in run.feed.batches(0):
+        pass
+    gc.collect()
+    assert (weight() is not None) == bool(run.target.params) == (held_out > 0)
+    run.exporter.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
+from dspark_jax.checkpoints.tokenizer import prompt_ids
 from dspark_jax.serving.http.ask import Ask, make_ask
 from dspark_jax.serving.http.errors import RETRY, ApiError, error_body, too_long
 from dspark_jax.serving.http.metrics import CONTENT_TYPE
@@ -19,7 +20,6 @@ from dspark_jax.serving.http.schema import Body, ChatBody, CompletionBody
 from dspark_jax.serving.http.sending import Answering
 from dspark_jax.serving.http.service import Service
 from dspark_jax.serving.http.tokens import TokenNames
-from dspark_jax.serving.stream import prompt_ids
 
 COMPLETION_TOKENS = 16  # of a completion that does not say, as at OpenAI
 _SHRINKS = 4  # characters that a tokenizer may compose into one before it looks for tokens
