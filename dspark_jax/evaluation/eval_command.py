@@ -34,7 +34,7 @@ from dspark_jax.evaluation.benchmarks import Benchmark, Conversation, read_bench
 from dspark_jax.evaluation.outcomes import Outcome
 from dspark_jax.evaluation.plots import plot, write_board
 from dspark_jax.evaluation.scores import Scores, score
-from dspark_jax.evaluation.store import OutcomeStore, device, fingerprint, prompt_digests
+from dspark_jax.evaluation.store import OutcomeStore, chat_digest, device, fingerprint, prompt_digests
 from dspark_jax.evaluation.tables import accepted_lengths, report, speed
 from dspark_jax.serving.progress import Progress
 
@@ -301,7 +301,11 @@ def _about(settings: EvalSettings, models: _Models, benchmarks: Sequence[Benchma
             systems[system.name]["fingerprint"] = fingerprint(system.drafter.config, system.drafter.params)
         if system.schedule == "threshold":
             systems[system.name]["threshold"] = system.threshold
-    target = {"fingerprint": cache_key.fingerprint(models.target.config, models.target.params), "dtype": models.dtype}
+    target = {
+        "fingerprint": cache_key.fingerprint(models.target.config, models.target.params),
+        "dtype": models.dtype,
+        "chat": chat_digest(models.target.tokenizer),
+    }
     about: dict[str, Any] = {"protocol": asdict(settings.protocol()), "target": target, "systems": systems}
     about["prompts"] = prompt_digests(benchmarks)
     if settings.method == "decode":  # what wall-clocks are of

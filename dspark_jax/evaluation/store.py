@@ -41,6 +41,12 @@ def device() -> dict[str, Any]:
     return {"platform": here.platform, "kind": here.device_kind}
 
 
+def chat_digest(tokenizer: Any) -> str:
+    """8 hex digits of what a tokenizer makes of a conversation: chat template, prefix and stop tokens."""
+    parts = (tokenizer.chat_template, tuple(tokenizer.prefix_ids), tuple(tokenizer.eos_ids))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
+
+
 def prompt_digests(benchmarks: Iterable[Benchmark]) -> dict[str, dict[str, str]]:
     """Benchmark to conversation to 8 hex digits of its turns."""
 

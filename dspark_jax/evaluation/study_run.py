@@ -313,7 +313,7 @@ class Lab:
         if system.drafter is not None and protocol.method == "forced":
             plain = self._outcomes(System(PLAIN, None), benchmarks, protocol)
         about = self._about(system, benchmarks, protocol)
-        how = digest({name: about[name] for name in ("protocol", "target", "dtype")}, 8)
+        how = digest({name: about[name] for name in ("protocol", "target", "dtype", "chat")}, 8)
         folder = self.output / "outcomes" / f"T{protocol.temperature:g}-{how}" / system.name
         conversations = [one for benchmark in benchmarks for one in benchmark.conversations]
         wanted = expected_ids(system.name, conversations)
@@ -327,6 +327,7 @@ class Lab:
     def _about(self, system: System, benchmarks: Sequence[Benchmark], protocol: Protocol) -> dict[str, Any]:
         """What outcomes depend on."""
         about: dict[str, Any] = {"protocol": asdict(protocol), "target": self.target_fingerprint, "dtype": self.dtype}
+        about["chat"] = store.chat_digest(self.target.tokenizer)
         about["system"] = {"schedule": system.schedule, "threshold": system.threshold}
         if system.drafter is not None:
             about["system"]["drafter"] = store.fingerprint(system.drafter.config, system.drafter.params)

@@ -46,7 +46,10 @@ def files(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Files:
     target.mkdir()
     kinds = {"dspark": "dspark_qwen3_vanilla", "dflash": "dflash_qwen3", "other": "dspark_gemma4_vanilla"}
     drafters = {name: golden / "inference" / kind for name, kind in kinds.items()}
-    return {"target": write_target(golden, target), "prompts": prompts, "folder": folder} | others | drafters
+    others["target"] = write_target(golden, target)
+    others["retold"] = copy_model(others["target"], folder / "retold")
+    write_tokenizer(others["retold"], TEMPLATE.replace("{", "{{ '!' }}{", 1))
+    return {"prompts": prompts, "folder": folder} | others | drafters
 
 
 BASE: dict[str, str] = {
@@ -339,6 +342,7 @@ def test_more_prompts_and_drafters_go_into_the_same_folder(files: Files, base: P
         ({"drafters": "dspark={dflash}"}, "systems.dspark.fingerprint was "),
         ({"schedule": "threshold"}, "systems.dspark.schedule was 'fixed' and is 'threshold' now"),
         ({"target": "{qwen3_tied}"}, "target.fingerprint was "),
+        ({"target": "{retold}"}, "target.chat was "),
         ({"prompts": "{folder}/gsm8k.jsonl"}, "prompts.gsm8k.1 was "),
     ],
 )

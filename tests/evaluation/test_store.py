@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
-from dspark_jax.evaluation.store import ABOUT, OUTCOMES, OutcomeStore, fingerprint, prompt_digests
+from dspark_jax.evaluation.store import ABOUT, OUTCOMES, OutcomeStore, chat_digest, fingerprint, prompt_digests
 from tests.evaluation.outcome_sets import benchmark, outcome
 
 HERE: dict[str, Any] = {"protocol": {"temperature": 0.0, "seed": 0}, "systems": {"d": {"fingerprint": "1"}}}
@@ -111,6 +112,13 @@ def test_fingerprints_are_of_config_and_weights() -> None:
         fingerprint("config", {"c": params["a"], "b": params["b"]}),
     ]
     assert len({mine, *others}) == 1 + len(others)
+
+
+def test_what_a_tokenizer_makes_of_conversations_is_known() -> None:
+    mine = SimpleNamespace(chat_template="{{ x }}", prefix_ids=(1,), eos_ids=[2])
+    others = [vars(mine) | change for change in ({"chat_template": None}, {"prefix_ids": ()}, {"eos_ids": [2, 3]})]
+    digests = {chat_digest(one) for one in (mine, *(SimpleNamespace(**other) for other in others))}
+    assert len(digests) == 4 and chat_digest(mine) == chat_digest(SimpleNamespace(**vars(mine), other=1))
 
 
 def test_prompts_are_known_by_their_turns() -> None:
