@@ -224,8 +224,11 @@ class Answerer:
         return self.protocol.method == "forced" and self.system.drafter is not None
 
     def warm_up(self, prompts: Sequence[Conversation]) -> None:
-        """Compiles what decoding the first turns needs; later ones are compiled for before they are timed."""
-        if self._forced:
+        """Compiles what decoding the first turns needs; later ones are compiled for before they are timed.
+
+        Where nothing is timed, programs are compiled when they are needed.
+        """
+        if self.protocol.clock == "none":
             return
         self._compile([self._request(one) for one in self._asked(prompts, 0, self.system.name, {})])
 
@@ -292,9 +295,10 @@ class Answerer:
         """A run of the engine, shortest prompts first: caches are as long as the longest text at work."""
         by_id = {one.id: one for one in sorted(asked, key=lambda one: len(one.prompt_ids))}
         requests = [self._request(one) for one in by_id.values()]
-        if not requests:
-            return
-        self._compile(requests)
+        for request in requests:
+            self._generator.check(request)
+        if timed and requests:
+            self._compile(requests)
         rounds: dict[str, list[RoundTrace]] = defaultdict(list)
 
         def note(name: str, new: tuple[RoundTrace, ...]) -> None:
@@ -310,7 +314,6 @@ class Answerer:
         """Warms up for requests unlike those before them, with those: batches hold both."""
         generator, fresh = self._generator, False
         for request in requests:
-            generator.check(request)
             tokens = len(request.prompt_ids)
             plan = chunks_of(tokens, generator.prefill_chunk)
             end = capacity_for(tokens + generator.limit(request) + generator.block_size + 1)

@@ -136,7 +136,7 @@ def forced_rounds(
         answer = max(len(text.token_ids) for text in group)
         plan = _Plan(target.config, config, schedule, mode, whole, padded_length(answer), dtype)
         on_device = _on_device(group, plan, rows, threshold)
-        read = reader.read(target, group, on_device.ids, on_device.sampling, mode, config.target_layer_ids)
+        read = reader.read(target, group, on_device.ids.shape, mode, config.target_layer_ids)
         made = jax.device_get(_run(params, bound, on_device, read, plan=plan))
         for row, text in enumerate(group):
             yield _of_text(text, jax.tree.map(lambda x, row=row: x[row], made), whole and config.confidence)
@@ -172,12 +172,13 @@ def _inverse(bound: Params, vocab_size: int) -> Array:
 
 
 def _on_device(group: Sequence[Text], plan: _Plan, size: int, threshold: float) -> _Texts:
-    """The arrays of a group, filled up with its first text; a few lengths only, so that few programs are compiled."""
+    """The arrays of a group, filled up with texts that are at their end; a few lengths only, so that few programs are
+    compiled."""
     full = [*group, *[group[0]] * (size - len(group))]
-    ends = [_tokens(text) for text in full]
+    ends = [_tokens(text) for text in group] + [len(group[0].prompt_ids) + 1] * (size - len(group))
     ids = np.zeros((size, capacity_for(max(ends) + plan.drafter.block_size + 1)), np.int32)
     for row, text, end in zip(ids, full, ends, strict=True):
-        row[:end] = text.prompt_ids + text.token_ids
+        row[:end] = (text.prompt_ids + text.token_ids)[:end]
     context = plan.target.max_positions
     rooms = [min(len(t.prompt_ids) + t.sampling.max_tokens, context) - 2 for t in full]
     keys = (raw_key(text.stream, own=False) for text in full)

@@ -1,12 +1,13 @@
 """What the target says of texts that are given: hidden states and the probabilities of their tokens, in one pass.
 
-`Reader` keeps them on the host for the next drafter: a token takes (m + 1) D + 1 numbers. Letters: R texts side by
-side, T padded tokens of one, A of its answer, m captured layers, D hidden, V vocabulary.
+Texts come packed, several whole ones in a row, so that a pass has little padding; its size is one of a few, whatever
+the number of texts. `Reader` keeps what it read on the host for the next drafter: a token takes (m + 1) D + 1 numbers.
+Letters: N rows of T tokens in a pass, B = N T, R texts side by side, m captured layers, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,14 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.decoding.batching import padded_length
-from dspark_jax.decoding.sampling import Mode, Sampling, SamplingParams, distribution
+from dspark_jax.data.packing import pack
+from dspark_jax.decoding.sampling import Mode, Sampling, SamplingParams, distribution, sampling_of
 from dspark_jax.decoding.state import mask_padding
 from dspark_jax.models import transformer
 from dspark_jax.models.config import TransformerConfig
 
 Array = jax.Array
 Params = dict[str, Any]
+_PASS = 2048  # tokens of a pass, where texts are no longer
+_SHORTEST = 512  # tokens of a row at least
+_AT_ONCE = 128  # tokens whose probabilities of the whole vocabulary are held at once
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Text:
 
 
 class Read(NamedTuple):
-    """What the target says of R texts.
+    """What the target says of R texts; of one text without the first axis, and no longer than it is.
 
     Attributes:
         final: float32 `[R, T, D]`, final-normed states. features: float32 `[R, T, m D]`, of the captured layers.
@@ -53,6 +57,9 @@ class Read(NamedTuple):
     final: Any
     features: Any
     probs: Any
+
+
+_Key = tuple[tuple[int, ...], tuple[int, ...], SamplingParams]
 
 
 class Reader:
@@ -65,97 +72,123 @@ class Reader:
         """
         self._layers = tuple(sorted(set(layer_ids)))
         self._left = keep_bytes
-        self._kept: dict[tuple[tuple[int, ...], tuple[int, ...], SamplingParams], Read] = {}
+        self._kept: dict[_Key, Read] = {}
 
     def read(
-        self,
-        target: Any,
-        texts: Sequence[Text],
-        ids: np.ndarray,
-        sampling: Sampling,
-        mode: Mode,
-        layer_ids: Sequence[int],
+        self, target: Any, texts: Sequence[Text], shape: tuple[int, int], mode: Mode, layer_ids: Sequence[int]
     ) -> Read:
-        """The states of R rows.
+        """The states of texts side by side, on the host.
 
         Args:
-            target: as `Generator`'s, the same one every time.
-            texts: those of the first rows. ids: int32 `[R, T]`. sampling, mode: of the R rows.
+            target: as `Generator`'s, the same one every time. texts: those of the first rows.
+            shape: R and T; rows and tokens without a text stay zero. mode: the sampling program that serves all texts.
             layer_ids: layers whose states are wanted, of those that are read.
         """
-        keys = [(text.prompt_ids, text.token_ids, text.sampling) for text in texts]
-        if all(key in self._kept for key in keys):
-            made = self._together([self._kept[key] for key in keys], ids.shape)
-        else:
-            begin = np.ones(len(ids), np.int32)
-            begin[: len(texts)] = [len(text.prompt_ids) for text in texts]
-            answer = padded_length(max(len(text.token_ids) for text in texts))
-            how: dict[str, Any] = {"config": target.config, "layers": self._layers, "mode": mode}
-            made = _read(target.params, ids, begin, sampling, answer=min(answer, ids.shape[1]), **how)
-            self._keep(keys, made)
+        found = {key: self._kept[key] for text in texts if (key := _key(text)) in self._kept}
+        fresh = {_key(text): text for text in texts if _key(text) not in found}
+        for text, made in self._passes(target, list(fresh.values()), mode):
+            found[_key(text)] = made
+            size = sum(array.nbytes for array in made)
+            if size <= self._left:
+                self._kept[_key(text)] = made
+                self._left -= size
+        made = _together([found[_key(text)] for text in texts], shape)
         columns = [self._layers.index(layer) for layer in layer_ids]
         if columns != list(range(len(self._layers))):
-            apart = made.features.reshape(*made.features.shape[:2], len(self._layers), -1)
-            made = made._replace(features=apart[:, :, columns].reshape(*apart.shape[:2], -1))
+            apart = made.features.reshape(*shape, len(self._layers), -1)
+            made = made._replace(features=apart[:, :, columns].reshape(*shape, -1))
         return made
 
-    def _keep(self, keys: Sequence[Any], made: Read) -> None:
-        if self._left <= 0:
+    def _passes(self, target: Any, texts: Sequence[Text], mode: Mode) -> Iterator[tuple[Text, Read]]:
+        """Reads texts, rows full of them at a time."""
+        if not texts:
             return
-        host = jax.device_get(made)
-        for row, key in enumerate(keys):
-            length = len(key[0]) + len(key[1])
-            one = Read(*(array[row, :length].copy() for array in host))
-            size = sum(array.nbytes for array in one)
-            if key not in self._kept and size <= self._left:
-                self._kept[key] = one
-                self._left -= size
-
-    @staticmethod
-    def _together(parts: Sequence[Read], shape: tuple[int, ...]) -> Read:
-        """Rows of R texts out of what was kept; further ones stay zero."""
-
-        def join(*arrays: np.ndarray) -> np.ndarray:
-            joined = np.zeros((*shape, *arrays[0].shape[1:]), np.float32)
-            for row, array in zip(joined, arrays, strict=False):
-                row[: len(array)] = array
-            return joined
-
-        return jax.tree.map(join, *parts)
+        lengths = np.asarray([len(text.prompt_ids) + len(text.token_ids) for text in texts])
+        width = max(_SHORTEST, 1 << int(lengths.max() - 1).bit_length())
+        rows = pack(lengths, width, len(texts))
+        size = min(max(1, _PASS // width), 1 << int(rows.max()).bit_length())
+        for first in range(0, int(rows.max()) + 1, size):
+            page, places = _page(texts, rows, first, size, width)
+            made = jax.device_get(_read(target.params, page, config=target.config, layers=self._layers, mode=mode))
+            for number, row, start in places:
+                whole = slice(start, start + int(lengths[number]))
+                yield texts[number], Read(*(array[row, whole].copy() for array in made))
 
 
-@partial(jax.jit, static_argnames=("config", "layers", "mode", "answer"))
-def _read(
-    params: Params,
-    ids: Array,
-    begin: Array,
-    sampling: Sampling,
-    *,
-    config: TransformerConfig,
-    layers: tuple[int, ...],
-    mode: Mode,
-    answer: int,
-) -> Read:
-    """What the target says of `ids [R, T]`, whose answers begin at `begin [R]` and have `answer` tokens at most."""
-    requests, length = ids.shape
-    hidden = transformer.forward(params, config, ids, layers)
-    final, features = (x.T.reshape(requests, length, -1).astype(jnp.float32) for x in hidden)
-    probs = jnp.ones((requests, length))
+def _key(text: Text) -> _Key:
+    return text.prompt_ids, text.token_ids, text.sampling
+
+
+def _together(parts: Sequence[Read], shape: tuple[int, int]) -> Read:
+    """Rows of texts, filled up with zeros."""
+
+    def join(*arrays: np.ndarray) -> np.ndarray:
+        joined = np.zeros((*shape, *arrays[0].shape[1:]), np.float32)
+        for row, array in zip(joined, arrays, strict=False):
+            row[: len(array)] = array
+        return joined
+
+    return jax.tree.map(join, *parts)
+
+
+class _Page(NamedTuple):
+    """A pass: `ids`, the text of each token `segments` (0: none) and its place there `positions`, int32 `[N, T]`; the
+    `count` tokens before an answer's, as `at`, int32 `[B]` (B behind the last one), with the next token, `labels [B]`,
+    and the settings that it was drawn with, `sampling` of B."""
+
+    ids: Any
+    segments: Any
+    positions: Any
+    at: Any
+    labels: Any
+    count: Any
+    sampling: Sampling
+
+
+def _page(
+    texts: Sequence[Text], rows: np.ndarray, first: int, size: int, width: int
+) -> tuple[_Page, list[tuple[int, int, int]]]:
+    """The pass over the rows `first .. first + size - 1`, and what stands where: (number of a text, row, column)."""
+    ids, segments, positions = (np.zeros((size, width), np.int32) for _ in range(3))
+    at, labels = np.full(size * width, size * width, np.int32), np.zeros(size * width, np.int32)
+    drawn = np.zeros(size * width, np.int32)  # the text of each entry of `at`
+    used, count, places = [0] * size, 0, []
+    for number in np.flatnonzero((rows >= first) & (rows < first + size)).tolist():
+        text, row = texts[number], int(rows[number]) - first
+        tokens, start = text.prompt_ids + text.token_ids, used[row]
+        end, answer = start + len(tokens), len(text.token_ids)
+        here = row, slice(start, end)
+        ids[here], segments[here], positions[here] = tokens, number + 1, range(len(tokens))
+        wanted = slice(count, count + answer)
+        at[wanted] = row * width + end - 1 - answer + np.arange(answer)
+        labels[wanted], drawn[wanted] = text.token_ids, number
+        used[row], count = end, count + answer
+        places.append((number, row, start))
+    settings = sampling_of([text.sampling for text in texts], [(0, 0)] * len(texts))  # keys are not read
+    sampling = Sampling(*(column[drawn] for column in settings))
+    return _Page(ids, segments, positions, at, labels, np.int32(count), sampling), places
+
+
+@partial(jax.jit, static_argnames=("config", "layers", "mode"))
+def _read(params: Params, page: _Page, *, config: TransformerConfig, layers: tuple[int, ...], mode: Mode) -> Read:
+    """What the target says of a pass, arrays `[N, T, ...]`."""
+    shape = page.ids.shape
+    hidden = transformer.forward(params, config, page.ids, layers, page.segments, page.positions)
+    final, features = (x.T.reshape(*shape, -1).astype(jnp.float32) for x in hidden)
+    probs = jnp.ones(page.at.shape)
     if mode == "greedy":
-        return Read(final, features, probs)
+        return Read(final, features, probs.reshape(shape))
+    step = min(_AT_ONCE, page.at.shape[0])
 
-    def one(text: tuple[Array, Array, Sampling]) -> Array:
-        """Of one text: what has the size of the vocabulary is never there for all."""
-        states, wanted, settings = text
-        rows = Sampling(*(jnp.repeat(x[None], answer, axis=0) for x in settings))
-        found = distribution(target_logits(params, states.T, config), rows, mode)  # [V, A]
-        return jnp.take_along_axis(found, wanted[None], axis=0)[0]
+    def some(number: Array, probs: Array) -> Array:
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, number * step, step)  # noqa: E731
+        at = cut(page.at)
+        states = jnp.take(hidden.final, at, axis=1, mode="clip")
+        found = distribution(target_logits(params, states, config), jax.tree.map(cut, page.sampling), mode)  # [V, step]
+        return probs.at[at].set(jnp.take_along_axis(found, cut(page.labels)[None], axis=0)[0], mode="drop")
 
-    at = begin[:, None] - 1 + jnp.arange(answer)  # [R, A]; those behind the end are not written
-    states = jnp.take_along_axis(final, at[..., None], axis=1, mode="clip")
-    wanted = jnp.take_along_axis(ids, at + 1, axis=1, mode="clip")
-    of_answer = jax.lax.map(one, (states, wanted, sampling))
-    return Read(final, features, probs.at[jnp.arange(requests)[:, None], at].set(of_answer, mode="drop"))
+    probs = jax.lax.fori_loop(0, (page.count + step - 1) // step, some, probs)
+    return Read(final, features, probs.reshape(shape))
 
 
 def target_logits(params: Params, final: Array, config: TransformerConfig) -> Array:
