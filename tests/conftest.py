@@ -22,8 +22,9 @@ CACHE = ROOT / ".pytest_cache"
 # Sharding tests need eight devices and the rest use the first one. Measured on two cores: a jitted 64x64 matmul takes
 # 30 us a call instead of 21, 1024x1024 takes the same time, and so does compiling, where the tests spend theirs. That
 # is far less than a subprocess with its own JAX for each sharding test.
-# The programs are tiny and many: left unoptimised by LLVM, tests take a third less time (products are library calls), and
-# without the emitters of fusions, whose compiling is slow, half of the rest.
+# The programs are tiny and many: left unoptimised by LLVM, tests take a third less time (products are library calls),
+# and without the emitters of fusions, which compile slowly, half of the rest. To test what these make as well:
+# XLA_FLAGS="--xla_cpu_use_fusion_emitters=true" make test
 FLAGS = {
     "--xla_force_host_platform_device_count": 8,
     "--xla_backend_optimization_level": 0,
