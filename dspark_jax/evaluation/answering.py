@@ -224,13 +224,18 @@ class Answerer:
         return self.protocol.method == "forced" and self.system.drafter is not None
 
     def warm_up(self, prompts: Sequence[Conversation]) -> None:
-        """Compiles what decoding the first turns needs; later ones are compiled for before they are timed.
+        """Checks the first turns, and compiles what decoding them needs; later ones are compiled before they are timed.
 
         Where nothing is timed, programs are compiled when they are needed.
+
+        Raises:
+            ValueError: a turn that does not fit into the context.
         """
-        if self.protocol.clock == "none":
+        if self._forced:
             return
-        self._compile([self._request(one) for one in self._asked(prompts, 0, self.system.name, {})])
+        requests = self._checked(self._asked(prompts, 0, self.system.name, {}))
+        if self.protocol.clock != "none":
+            self._compile(requests)
 
     # --- prompts ---
 
@@ -285,6 +290,12 @@ class Answerer:
         for one in asked:
             keep(Outcome(**_parts(self.system.name, one), token_ids=(), finish_reason=NO_ROOM))
 
+    def _checked(self, asked: Iterable[Asked]) -> list[Request]:
+        requests = [self._request(one) for one in asked]
+        for request in requests:
+            self._generator.check(request)
+        return requests
+
     def _request(self, asked: Asked) -> Request:
         room = self._generator.context - len(asked.prompt_ids)
         return Request(asked.id, asked.prompt_ids, self.protocol.sampling(max(room, 1)), asked.stream)
@@ -294,9 +305,7 @@ class Answerer:
     def _decode(self, asked: Sequence[Asked], keep: Keep, timed: bool) -> None:
         """A run of the engine, shortest prompts first: caches are as long as the longest text at work."""
         by_id = {one.id: one for one in sorted(asked, key=lambda one: len(one.prompt_ids))}
-        requests = [self._request(one) for one in by_id.values()]
-        for request in requests:
-            self._generator.check(request)
+        requests = self._checked(by_id.values())
         if timed and requests:
             self._compile(requests)
         rounds: dict[str, list[RoundTrace]] = defaultdict(list)
