@@ -306,7 +306,9 @@ class Answerer:
         """A run of the engine, shortest prompts first: caches are as long as the longest text at work."""
         by_id = {one.id: one for one in sorted(asked, key=lambda one: len(one.prompt_ids))}
         requests = self._checked(by_id.values())
-        if timed and requests:
+        if not requests:
+            return
+        if timed:
             self._compile(requests)
         rounds: dict[str, list[RoundTrace]] = defaultdict(list)
 

@@ -15,7 +15,7 @@ them be verified. Letters: R texts side by side, T padded tokens of one, M round
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -148,19 +148,14 @@ def groups_of(texts: Sequence[Text], batch_size: int) -> Iterator[tuple[list[Tex
     Rows are halved until a group has no more than `batch_size * _ROOM` padded tokens: what the target keeps of its
     pass grows with them, scores of attention with their length on top.
     """
-    todo = sorted(texts, key=_tokens)
+    todo = sorted(texts, key=lambda text: len(text.ids))
     begin = 0
     while begin < len(todo):
         rows = batch_size
-        while rows > 1 and rows * capacity_for(_tokens(todo[begin : begin + rows][-1])) > batch_size * _ROOM:
+        while rows > 1 and rows * capacity_for(len(todo[begin : begin + rows][-1].ids)) > batch_size * _ROOM:
             rows = (rows + 1) // 2
         yield todo[begin : begin + rows], rows
         begin += rows
-
-
-def _tokens(text: Text) -> int:
-    """Tokens of a text with its prompt."""
-    return len(text.prompt_ids) + len(text.token_ids)
 
 
 def _inverse(bound: Params, vocab_size: int) -> Array:
@@ -174,11 +169,12 @@ def _inverse(bound: Params, vocab_size: int) -> Array:
 def _on_device(group: Sequence[Text], plan: _Plan, size: int, threshold: float) -> _Texts:
     """The arrays of a group, filled up with texts that are at their end; a few lengths only, so that few programs are
     compiled."""
-    full = [*group, *[group[0]] * (size - len(group))]
-    ends = [_tokens(text) for text in group] + [len(group[0].prompt_ids) + 1] * (size - len(group))
+    at_its_end = replace(group[0], token_ids=group[0].token_ids[:1])
+    full = [*group, *[at_its_end] * (size - len(group))]
+    ends = [len(text.ids) for text in full]
     ids = np.zeros((size, capacity_for(max(ends) + plan.drafter.block_size + 1)), np.int32)
     for row, text, end in zip(ids, full, ends, strict=True):
-        row[:end] = (text.prompt_ids + text.token_ids)[:end]
+        row[:end] = text.ids
     context = plan.target.max_positions
     rooms = [min(len(t.prompt_ids) + t.sampling.max_tokens, context) - 2 for t in full]
     keys = (raw_key(text.stream, own=False) for text in full)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.data.packing import pack
+from dspark_jax.decoding.batching import padded_length
 from dspark_jax.decoding.sampling import Mode, Sampling, SamplingParams, distribution, sampling_of
 from dspark_jax.decoding.state import mask_padding
 from dspark_jax.models import transformer
@@ -26,7 +27,7 @@ Array = jax.Array
 Params = dict[str, Any]
 _PASS = 2048  # tokens of a pass, where texts are no longer
 _SHORTEST = 512  # tokens of a row at least
-_AT_ONCE = 128  # tokens whose probabilities of the whole vocabulary are held at once
+_AT_ONCE = 128  # a power of two: tokens whose probabilities of the whole vocabulary are held at once
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class Text:
     sampling: SamplingParams
     stopped: bool
     stream: int
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens of the prompt and of the answer."""
+        return self.prompt_ids + self.token_ids
 
 
 class Read(NamedTuple):
@@ -103,8 +109,8 @@ class Reader:
         """Reads texts, rows full of them at a time."""
         if not texts:
             return
-        lengths = np.asarray([len(text.prompt_ids) + len(text.token_ids) for text in texts])
-        width = max(_SHORTEST, 1 << int(lengths.max() - 1).bit_length())
+        lengths = np.asarray([len(text.ids) for text in texts])
+        width = max(_SHORTEST, padded_length(int(lengths.max())))
         rows = pack(lengths, width, len(texts))
         size = min(max(1, _PASS // width), 1 << int(rows.max()).bit_length())
         for first in range(0, int(rows.max()) + 1, size):
@@ -151,20 +157,21 @@ def _page(
     """The pass over the rows `first .. first + size - 1`, and what stands where: (number of a text, row, column)."""
     ids, segments, positions = (np.zeros((size, width), np.int32) for _ in range(3))
     at, labels = np.full(size * width, size * width, np.int32), np.zeros(size * width, np.int32)
-    drawn = np.zeros(size * width, np.int32)  # the text of each entry of `at`
+    drawn = np.zeros(size * width, np.int32)  # the text of each entry of `at`, as counted in `here`
     used, count, places = [0] * size, 0, []
-    for number in np.flatnonzero((rows >= first) & (rows < first + size)).tolist():
+    here = np.flatnonzero((rows >= first) & (rows < first + size)).tolist()
+    for local, number in enumerate(here):
         text, row = texts[number], int(rows[number]) - first
-        tokens, start = text.prompt_ids + text.token_ids, used[row]
-        end, answer = start + len(tokens), len(text.token_ids)
-        here = row, slice(start, end)
-        ids[here], segments[here], positions[here] = tokens, number + 1, range(len(tokens))
+        start, answer = used[row], len(text.token_ids)
+        end = start + len(text.ids)
+        place = row, slice(start, end)
+        ids[place], segments[place], positions[place] = text.ids, number + 1, range(end - start)
         wanted = slice(count, count + answer)
         at[wanted] = row * width + end - 1 - answer + np.arange(answer)
-        labels[wanted], drawn[wanted] = text.token_ids, number
+        labels[wanted], drawn[wanted] = text.token_ids, local
         used[row], count = end, count + answer
         places.append((number, row, start))
-    settings = sampling_of([text.sampling for text in texts], [(0, 0)] * len(texts))  # keys are not read
+    settings = sampling_of([texts[number].sampling for number in here], [(0, 0)] * len(here))  # keys are not read
     sampling = Sampling(*(column[drawn] for column in settings))
     return _Page(ids, segments, positions, at, labels, np.int32(count), sampling), places
 
@@ -178,16 +185,15 @@ def _read(params: Params, page: _Page, *, config: TransformerConfig, layers: tup
     probs = jnp.ones(page.at.shape)
     if mode == "greedy":
         return Read(final, features, probs.reshape(shape))
-    step = min(_AT_ONCE, page.at.shape[0])
 
     def some(number: Array, probs: Array) -> Array:
-        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, number * step, step)  # noqa: E731
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, number * _AT_ONCE, _AT_ONCE)  # noqa: E731
         at = cut(page.at)
         states = jnp.take(hidden.final, at, axis=1, mode="clip")
-        found = distribution(target_logits(params, states, config), jax.tree.map(cut, page.sampling), mode)  # [V, step]
+        found = distribution(target_logits(params, states, config), jax.tree.map(cut, page.sampling), mode)  # [V, ...]
         return probs.at[at].set(jnp.take_along_axis(found, cut(page.labels)[None], axis=0)[0], mode="drop")
 
-    probs = jax.lax.fori_loop(0, (page.count + step - 1) // step, some, probs)
+    probs = jax.lax.fori_loop(0, (page.count + _AT_ONCE - 1) // _AT_ONCE, some, probs)
     return Read(final, features, probs.reshape(shape))
 
 
