@@ -1,6 +1,7 @@
 """The drafter that a run starts from (`--initial`): its trainable weights, once it is found to be of the run's shape.
 
 Embedding and head are the target's in every run. A drafter that holds them (DeepSpec's do) may only hold the target's.
+The run's draft vocabulary may be smaller than the drafter's: it goes on with the rows of the tokens that are kept.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def read_initial(path: str, config: TrainableConfig) -> Params:
     """The float32 weights of an existing drafter of the same shape, with `embed`, `head` and `d2t` where it has them.
 
     Its calibration is no part of the shape, and is left behind: it belongs to the weights as they were. So are the
-    scalars of Gemma4's layers, which are not trained.
+    scalars of Gemma4's layers, which are not trained. Its draft vocabulary may be larger (`cut_vocabulary`).
 
     Raises:
         FileNotFoundError, ValueError: no drafter there, one of another shape, or a scalar that is not 1; the message
@@ -40,6 +41,8 @@ def read_initial(path: str, config: TrainableConfig) -> Params:
         raise ValueError(f"initial {path}: a drafter of another kind, with {kinds[0]}; this run has {kinds[1]}")
     names = [f.name for f in dataclasses.fields(config) if f.name not in _NO_SHAPE]
     other = [name for name in names if getattr(drafter.config, name) != getattr(config, name)]
+    if drafter.config.draft_vocab_size > config.draft_vocab_size:
+        other.remove("draft_vocab_size")
     if other:
         found = [f"{name} {getattr(drafter.config, name)!r} (this run has {getattr(config, name)!r})" for name in other]
         raise ValueError(f"initial {path}: a drafter of another shape: {', '.join(found)}; {_advice(other)}")
@@ -81,6 +84,25 @@ def drop_shared(path: str, initial: Params, target: Params) -> Params:
         ids = None if "d2t" not in initial else np.arange(len(initial["d2t"])) + np.asarray(initial["d2t"])
         _check_equal(path, "head", initial["head"], head if ids is None else head[ids])
     return {name: part for name, part in initial.items() if name not in ("embed", "head")}
+
+
+def draft_tokens(initial: Params, vocab_size: int) -> np.ndarray:
+    """The target's ids of an initial drafter's draft tokens, int32 `[its Vd]`, ascending."""
+    offsets = initial.get("d2t")
+    return np.arange(vocab_size) if offsets is None else np.arange(len(offsets)) + np.asarray(offsets)
+
+
+def cut_vocabulary(initial: Params, d2t: np.ndarray, vocab_size: int) -> Params:
+    """`initial` without `d2t`, and of what it has by draft token only the rows of this run's.
+
+    Args:
+        initial: from `drop_shared`. d2t: int32 `[Vd]`, this run's draft vocabulary, all of which the drafter has.
+    """
+    kept = {name: part for name, part in initial.items() if name != "d2t"}
+    own, wanted = draft_tokens(initial, vocab_size), np.arange(len(d2t)) + d2t
+    if "markov" in kept and len(own) != len(wanted):
+        kept["markov"] = kept["markov"] | {"w2": kept["markov"]["w2"][np.searchsorted(own, wanted)]}  # [Vd, r]
+    return kept
 
 
 def _check_equal(path: str, name: str, own: Any, target: np.ndarray) -> None:

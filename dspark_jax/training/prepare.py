@@ -33,7 +33,7 @@ from dspark_jax.training.evaluate import HeldOut
 from dspark_jax.training.export import Exporter
 from dspark_jax.training.feed import Feed, Filling
 from dspark_jax.training.fill import Filler
-from dspark_jax.training.initial import drop_shared, read_initial
+from dspark_jax.training.initial import cut_vocabulary, draft_tokens, drop_shared, read_initial
 from dspark_jax.training.objectives import TrainableConfig, check_loss, recorded_fields
 from dspark_jax.training.optimizer import cosine_schedule, make_optimizer
 from dspark_jax.training.settings import TrainSettings, drafter_config, resolve_dtype
@@ -129,7 +129,9 @@ def prepare(settings: TrainSettings) -> Run:
     d2t: np.ndarray | None = None
     if config.trims_vocabulary:
         known = Path(settings.output) / "draft_vocabulary.npz"
-        d2t = find_vocabulary(known, samples, config, stop_ids(target)) if initial is None else initial.pop("d2t")
+        among = None if initial is None else draft_tokens(initial, config.vocab_size)
+        d2t = find_vocabulary(known, samples, config, stop_ids(target), among)
+        initial = None if initial is None else cut_vocabulary(initial, d2t, config.vocab_size)
     rows = addressable_rows(mesh, settings.batch_size, settings.micro_batches)
     pipeline = Pipeline(
         samples,

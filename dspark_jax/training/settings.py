@@ -76,6 +76,7 @@ class TrainSettings:
         cache: folder of the hidden-state cache.
         cache_kind: how it stores states: bfloat16, float32, int8 or fp8 (with scales), or auto, the compute dtype.
         initial: a drafter's folder or hub id whose weights (and draft vocabulary) the run starts from; random without.
+            A smaller drafter.draft_vocab_size keeps the drafter's tokens that the samples have most often.
         drafter: shape of the drafter.
         loss: weights of the loss terms.
         epochs: passes over the samples.

@@ -21,16 +21,25 @@ logger = logging.getLogger(__name__)
 
 
 def find_vocabulary(
-    file: Path, samples: Sequence[TrainingSample], config: TrainableConfig, always: Sequence[int] = ()
+    file: Path,
+    samples: Sequence[TrainingSample],
+    config: TrainableConfig,
+    always: Sequence[int] = (),
+    among: np.ndarray | None = None,
 ) -> np.ndarray:
     """`draft_vocabulary`, taken from `file` where that is of the same samples and sizes, else counted and kept there.
 
-    Counting reads all samples, which takes minutes for a million of them: too long for each restart.
+    Counting reads all samples, which takes minutes for a million of them: too long for each restart. Where `among` are
+    just as many as are wanted nothing is counted.
 
     Raises:
         OSError: the file cannot be written.
     """
+    if among is not None and len(among) == config.draft_vocab_size:
+        return (among - np.arange(len(among))).astype(np.int32)
     sizes = json.dumps([config.vocab_size, config.draft_vocab_size, sorted(always)])
+    if among is not None:
+        sizes += json.dumps(among.tolist())
     key = zlib.crc32(sample_table(samples).checksums.astype("<u4").tobytes(), zlib.crc32(sizes.encode()))
     try:
         with np.load(io.BytesIO(file.read_bytes()), allow_pickle=False) as found:
@@ -40,7 +49,7 @@ def find_vocabulary(
         pass
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         logger.warning("%s: not readable (%s), the vocabulary is counted again", file, error)
-    d2t = draft_vocabulary(samples, config, always)
+    d2t = draft_vocabulary(samples, config, always, among)
     if is_main():
         file.parent.mkdir(parents=True, exist_ok=True)
         fresh = file.with_name(f"{file.name}.new")
@@ -53,11 +62,15 @@ def find_vocabulary(
 
 
 def draft_vocabulary(
-    samples: Sequence[TrainingSample], config: TrainableConfig, always: Sequence[int] = ()
+    samples: Sequence[TrainingSample],
+    config: TrainableConfig,
+    always: Sequence[int] = (),
+    among: np.ndarray | None = None,
 ) -> np.ndarray:
     """The draft head's tokens: the most frequent supervised ones and `always`, as ascending offsets.
 
-    Ties go to the lower id, and so do places that are left when there are fewer distinct tokens.
+    `among` (ids, at least Vd of them): no others, not even of `always`. Ties go to the lower id, and so do places that
+    are left when there are fewer distinct tokens.
 
     Returns:
         d2t int32 [Vd]: target id = draft id + d2t[draft id].
@@ -68,6 +81,8 @@ def draft_vocabulary(
     covered = counts.sum()
     rank = counts.copy()
     rank[list(always)] = np.iinfo(np.int64).max
+    if among is not None:
+        rank[np.setdiff1d(np.arange(config.vocab_size), among)] = -1
     kept = np.sort(np.argsort(-rank, kind="stable")[: config.draft_vocab_size])  # [Vd]
     share = 100 * counts[kept].sum() / max(covered, 1)
     logger.info("draft vocabulary: %d tokens, %.2f %% of the answers", len(kept), share)

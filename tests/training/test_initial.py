@@ -126,6 +126,40 @@ def test_a_head_of_a_reduced_vocabulary_is_compared_through_its_map(tmp_path: Pa
     np.testing.assert_array_equal(run.d2t, drafter.params["d2t"])
 
 
+@pytest.mark.parametrize("before", [300, 100])
+def test_a_larger_draft_vocabulary_is_cut(tmp_path: Path, before: int) -> None:
+    """The run keeps those of the drafter's tokens that its answers have most often, and their rows of W2."""
+    ids = np.arange(before) * (300 // before)  # [Vd before]
+
+    def change(config: Any, params: Any) -> tuple[Any, Any]:
+        if before == config.vocab_size:
+            return config, params
+        markov = params["markov"] | {"w2": params["markov"]["w2"][ids]}
+        own = {"markov": markov, "d2t": jnp.asarray(ids - np.arange(before))}
+        return replace(config, draft_vocab_size=before), without("head", without("embed", params)) | own
+
+    initial, drafter = rewritten(tmp_path, QWEN3, change, include_embeddings=None)
+    run = prepared(tmp_path, QWEN3, initial, {"draft_vocab_size": 40})
+    assert run.d2t is not None and run.config.draft_vocab_size == 40
+    kept = np.asarray(run.d2t) + np.arange(40)
+    assert set(kept) <= set(ids)
+    w2 = np.asarray(drafter.params["markov"]["w2"])[np.searchsorted(ids, kept)]  # [40, r]
+    assert_starts_from(run, drafter.params | {"markov": drafter.params["markov"] | {"w2": w2}})
+    again = prepared(tmp_path, QWEN3, initial, {"draft_vocab_size": 40})
+    np.testing.assert_array_equal(again.d2t, run.d2t)
+
+
+def test_a_smaller_draft_vocabulary_is_refused(tmp_path: Path) -> None:
+    def change(config: Any, params: Any) -> tuple[Any, Any]:
+        markov = params["markov"] | {"w2": params["markov"]["w2"][:30]}
+        own = {"markov": markov, "d2t": jnp.zeros(30, jnp.int32)}
+        return replace(config, draft_vocab_size=30), without("head", without("embed", params)) | own
+
+    initial, _ = rewritten(tmp_path, QWEN3, change, include_embeddings=None)
+    with pytest.raises(ValueError, match=r"draft_vocab_size 30 \(this run has 40\); set the same in `drafter`"):
+        prepared(tmp_path, QWEN3, initial, {"draft_vocab_size": 40})
+
+
 def test_what_cannot_be_set_is_not_advised(tmp_path: Path) -> None:
     initial, _ = rewritten(tmp_path, QWEN3, lambda config, params: (replace(config, max_positions=256), params))
     with pytest.raises(ValueError, match=r"max_positions 256 \(this run has 512\); max_positions cannot be set"):

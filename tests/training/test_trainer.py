@@ -315,6 +315,8 @@ def test_draft_vocabulary_is_the_most_frequent_answers() -> None:
     assert d2t.dtype == np.int32
     assert (d2t + np.arange(5)).tolist() == [0, 7, 8, 50, 120]  # 0 fills the place that is left
     assert (vocabulary.draft_vocabulary(samples, config, always=[299]) + np.arange(5)).tolist() == [7, 8, 50, 120, 299]
+    among = np.asarray([3, 8, 9, 50, 200, 250])
+    assert (vocabulary.draft_vocabulary(samples, config, [120], among) + np.arange(5)).tolist() == [3, 8, 9, 50, 200]
 
 
 def test_draft_vocabulary_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,6 +333,15 @@ def test_draft_vocabulary_is_counted_once(tmp_path: Path, monkeypatch: pytest.Mo
     for case in ((samples[:1], configs[0], [3]), (samples, configs[1], [3]), (samples, configs[0], [4])):
         np.testing.assert_array_equal(vocabulary.find_vocabulary(file, *case), count(*case))
     assert len(calls) == 3
+    among = np.asarray([3, 8, 50, 120, 200])
+    found = vocabulary.find_vocabulary(file, samples, configs[0], [3], among)
+    assert len(calls) == 3 and (found + np.arange(5)).tolist() == among.tolist()
+    more = np.append(among, 201)
+    np.testing.assert_array_equal(
+        vocabulary.find_vocabulary(file, samples, configs[0], [3], more), count(samples, configs[0], [3], more)
+    )
+    vocabulary.find_vocabulary(file, samples, configs[0], [3], np.append(among, 202))
+    assert len(calls) == 5
     file.write_bytes(file.read_bytes()[:50])  # cut off
     np.testing.assert_array_equal(vocabulary.find_vocabulary(file, samples, configs[0], [3]), first)
 
