@@ -55,7 +55,7 @@ class Generator:
         trace_rounds: rounds that are recorded (`decoding.trace`), and so rounds between two looks of the host at most;
             0: none are. top_logprobs: log-probabilities of a position at most, with a trace; None: requests cannot ask
             for any, which rounds are faster without.
-        switchable: rounds in which no request is `speculative` do without a draft.
+        switchable: rounds do without a draft where no request is `speculative`, or has room for one within its limits.
 
     Raises:
         ValueError: target and drafter do not belong together, or a bad setting.

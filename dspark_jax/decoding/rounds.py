@@ -20,7 +20,7 @@ from dspark_jax.decoding.budget import (
 )
 from dspark_jax.decoding.control import once
 from dspark_jax.decoding.state import DecodeState, Program
-from dspark_jax.decoding.step import admitted_lengths, draft, room_left, step, verify_and_commit
+from dspark_jax.decoding.step import admitted_lengths, draft, positions_left, room_left, step, verify_and_commit
 from dspark_jax.drafters import interface
 from dspark_jax.drafters.interface import Proposal
 
@@ -96,7 +96,7 @@ def _free_round(
     """A round of a schedule without a budget."""
     if not (program.switchable and program.drafter):
         return _drafting_round(target_params, draft_params, carry, program, buckets)
-    wanted = jnp.any(carry.state.active & carry.state.speculative)
+    wanted = jnp.any(carry.state.active & (positions_left(carry.state, program) > 0))
 
     def plain(now: _Carry) -> _Carry:
         state, nothing = now.state, jnp.zeros_like(now.state.start)

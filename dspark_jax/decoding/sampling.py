@@ -19,8 +19,10 @@ Array = jax.Array
 Mode = Literal["greedy", "plain", "filtered"]
 MODES: tuple[Mode, ...] = get_args(Mode)  # each serves what those before it do
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy, as in the reference implementation
-# Purposes of a random draw at a position: each has its own stream.
-DRAW_TARGET, DRAW_DRAFT, DRAW_ACCEPT = 0, 1, 2
+# Purposes of a random draw at a position: each has its own stream, and drafts one for each slot of a block. So a
+# position that is drafted again after a rejection is drafted anew: what the first draft there did to confidences, which
+# budgets remember, says nothing about the second.
+DRAW_TARGET, DRAW_ACCEPT, DRAW_DRAFT = 0, 1, 2
 
 
 _UNSEEDED = 0x80000000  # set in the second word of a raw key that does not come from a request's own seed
@@ -164,8 +166,11 @@ def _threshold(probs: Array, weight: Array, enough: Array) -> Array:
     return jax.lax.bitcast_convert_type(best, jnp.float32)
 
 
-def uniforms(key: Array, position: Array, purpose: int) -> Array:
-    """One float32 uniform in [0, 1) for each row: raw keys `[B, 2]`, absolute token positions `[B]`."""
+def uniforms(key: Array, position: Array, purpose: Array | int) -> Array:
+    """One float32 uniform in [0, 1) for each row: raw keys `[B, 2]`, absolute token positions `[B]`.
+
+    Drafts have the purpose `DRAW_DRAFT` + slot.
+    """
 
     def draw(data: Array, at: Array) -> Array:
         folded = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(data), at), purpose)

@@ -30,8 +30,8 @@ class Program:
         target: the target's config. drafter: the drafter's, or None for plain decoding.
         schedule: which prefix of a block is verified. mode: the sampling program (see `SamplingParams.mode`).
         stop_ids: tokens that end a request. cache_dtype: dtype of all caches (float32 is fastest on CPUs).
-        trace: what is recorded of each round. switchable: rounds in which no request speculates do without a draft
-            (budgeted schedules do so anyway).
+        trace: what is recorded of each round. switchable: rounds do without a draft where no request speculates or has
+            room for one (budgeted schedules do so anyway).
     """
 
     target: TransformerConfig

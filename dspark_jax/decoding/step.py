@@ -59,7 +59,7 @@ def draft(draft_params: Params, state: DecodeState, program: Program) -> Proposa
             return best, jnp.ones((requests,)), jnp.zeros((0, requests))
         probs = distribution(logits, state.sampling, program.mode)  # [Vd, R]
         position = state.start + 1 + slot
-        draws = uniforms(state.sampling.key, position, DRAW_DRAFT)
+        draws = uniforms(state.sampling.key, position, DRAW_DRAFT + slot)
         if program.budgeted:
             draws = jnp.where(state.sampling.pinned, uniforms(state.sampling.key, position, DRAW_TARGET), draws)
         token = categorical(probs, draws)
@@ -68,15 +68,21 @@ def draft(draft_params: Params, state: DecodeState, program: Program) -> Proposa
     return interface.propose(program.drafter, draft_params, state.draft_cache, state.anchor, state.start, draw)
 
 
-def room_left(proposal: Proposal, state: DecodeState, program: Program) -> Array:
-    """Draft tokens that may be verified at most, int32 `[R]`: within the token limit and the position limits."""
+def positions_left(state: DecodeState, program: Program) -> Array:
+    """Draft tokens for which token limit and position limits have room, int32 `[R]`; none for plain requests."""
     if program.drafter is None:
         return jnp.zeros_like(state.start)
     last_position = min(program.target.max_positions, program.drafter.max_positions) - 1
     room = jnp.minimum(state.limit - state.length - 1, last_position - state.start)
-    if interface.may_abstain(program.drafter):
-        room = jnp.minimum(room, interface.proposed(program.drafter, proposal))
     return jnp.where(state.speculative, room, 0)
+
+
+def room_left(proposal: Proposal, state: DecodeState, program: Program) -> Array:
+    """Draft tokens that may be verified at most, int32 `[R]`: within `positions_left`, and those that there are."""
+    room = positions_left(state, program)
+    if program.drafter is None or not interface.may_abstain(program.drafter):
+        return room
+    return jnp.minimum(room, interface.proposed(program.drafter, proposal))
 
 
 def admitted_lengths(proposal: Proposal, state: DecodeState, program: Program, bucket: int) -> Array:

@@ -283,7 +283,7 @@ def _coins(texts: _Texts, start: Array, drafted: Array, probs: Array) -> Array:
     return jnp.stack(draws, axis=1) < accept_probability(drafted, probs)
 
 
-def _uniform(texts: _Texts, start: Array, slot: Array | int, purpose: int) -> Array:
+def _uniform(texts: _Texts, start: Array, slot: Array | int, purpose: Array | int) -> Array:
     return uniforms(texts.sampling.key, start + 1 + slot, purpose)
 
 
@@ -333,7 +333,8 @@ def _whole(
     refused = refused[bound["ids"]] if "ids" in bound else refused  # [Vd, R]
 
     def draw(logits: Array, slot: Array) -> tuple[Array, Array, Array]:
-        drafted, uniform = distribution(logits, texts.sampling, plan.mode), _uniform(texts, start, slot, DRAW_DRAFT)
+        drafted = distribution(logits, texts.sampling, plan.mode)
+        uniform = _uniform(texts, start, slot, DRAW_DRAFT + slot)
         refuses = (slot == run) & (run < left)
         own = categorical(jnp.where(refuses, jnp.maximum(drafted - refused, 0.0), drafted), uniform)
         ids = jnp.where(slot < run, jnp.maximum(labels.draft[:, slot], 0), own)

@@ -154,6 +154,9 @@ def test_near_the_last_position(plain: dict[str, list[int]]) -> None:
     narrow = tiny_drafter(max_positions=8)  # the drafter ends before the target: from there on it is plain decoding
     done = run(Generator(TARGET, narrow, stop_ids=()), [request])["0"]
     assert done.token_ids == plain["3"] and done.verified < done.drafted
+    switched = run(Generator(TARGET, narrow, stop_ids=(), switchable=True), [request])["0"]
+    assert switched.token_ids == plain["3"] and switched.verified == done.verified
+    assert 0 < switched.drafted <= 4 * BLOCK < done.drafted  # from position 3 to 7: at most four blocks have room
     program = Generator(short, DRAFTER, stop_ids=()).program("greedy")
     starts = jnp.arange(14)
     state = init_state(program, 14, 32)

@@ -57,31 +57,40 @@ def simulate(
     past=None,
     own_seeds=False,
     series=(11,),
+    together=REQUESTS,
 ):
-    """Tokens `[REQUESTS, LENGTH]` and counts of requests that cycle through `settings`; of each series of keys."""
+    """Tokens `[REQUESTS, LENGTH]` and counts of requests that cycle through `settings`; of each series of keys.
+
+    Batches have `together` requests.
+    """
     program = Program(TARGET.config, drafter and drafter.config, schedule, mode, (), jnp.float32)
     params = bind(drafter.params, TARGET.params["embed"], TARGET.params["head"]) if drafter else {}
-    columns = [jnp.asarray(np.resize(column, REQUESTS)) for column in zip(*settings, strict=True)]
+    columns = [jnp.asarray(np.resize(column, together)) for column in zip(*settings, strict=True)]
     dtypes = (jnp.float32, jnp.float32, jnp.int32, jnp.float32)
     columns = [c.astype(d) for c, d in zip(columns, dtypes, strict=True)]
-    full = lambda value: jnp.full(REQUESTS, value, jnp.int32)  # noqa: E731
-    ids = jnp.tile(jnp.asarray(PROMPT, jnp.int32), (REQUESTS, 1))
+    full = lambda value: jnp.full(together, value, jnp.int32)  # noqa: E731
+    ids = jnp.tile(jnp.asarray(PROMPT, jnp.int32), (together, 1))
     limit = LENGTH + 5  # room for whole blocks
 
-    @jax.jit  # a fresh program each time, so that patched rules are traced
     def whole(keys):
-        new = NewRequests(ids, full(len(PROMPT)), jnp.arange(REQUESTS), full(limit), Sampling(*columns, keys))
-        state = init_state(program, REQUESTS, 24, confidence)
+        new = NewRequests(ids, full(len(PROMPT)), jnp.arange(together), full(limit), Sampling(*columns, keys))
+        state = init_state(program, together, 24, confidence)
         ready = prefill(TARGET.params, params, new, program=program)
         state = admit(state, new, ready, program=program)
         state = state._replace(past=past or state.past)
-        sizes = tuple(int(REQUESTS * b) for b in (buckets or (program.slots,)))
+        sizes = tuple(int(together * b) for b in (buckets or (program.slots,)))
         most, until_free = jnp.int32(LENGTH - 1), jnp.bool_(False)
         state, _ = run_rounds(TARGET.params, params, state, most, until_free, costs, program=program, buckets=sizes)
         return state.tokens, state.counters
 
+    @jax.jit  # a fresh program each time, so that patched rules are traced
+    def batches(keys):
+        if len(keys) == 1:
+            return whole(keys[0])
+        return jax.tree.map(lambda x: x.reshape(REQUESTS, *x.shape[2:]), jax.vmap(whole)(keys))
+
     keys = ([raw_key(one << 32 | i, own_seeds) for i in range(REQUESTS)] for one in series)
-    runs = jax.device_get([whole(jnp.asarray(each, jnp.uint32)) for each in keys])
+    runs = jax.device_get([batches(jnp.asarray(each, jnp.uint32).reshape(-1, together, 2)) for each in keys])
     tokens, counters = jax.tree.map(lambda *parts: np.concatenate(parts), *runs)
     return tokens[:, :LENGTH], counters
 

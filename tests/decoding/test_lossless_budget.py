@@ -5,6 +5,7 @@ The drafter is made sharp: its confidence in a token depends on the token before
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.decoding import rounds as rounds_module
-from dspark_jax.decoding.budget import Past, make_costs
+from dspark_jax.decoding.budget import Past, init_past, make_costs
 from dspark_jax.decoding.curve import RoundSeconds
 from tests.decoding.test_lossless import REQUESTS, WORST, conditionals, joint, p_value, simulate
 from tests.decoding.tiny import BLOCK, HIDDEN, VOCAB, tiny_drafter
@@ -21,11 +22,11 @@ from tests.decoding.tiny import BLOCK, HIDDEN, VOCAB, tiny_drafter
 BUCKETS = (1, 2, BLOCK + 1)
 
 
-def sharp_drafter() -> SimpleNamespace:
-    """Confidences near 0 after one half of the tokens and near 1 after the other; slot 1 is always fairly sure."""
+def sharp_drafter(sure: Sequence[int] = range(0, VOCAB, 2)) -> SimpleNamespace:
+    """Confidences near 1 after the tokens `sure`, near 0 after others; slot 1 is always fairly sure."""
     drafter = tiny_drafter()
     w1 = np.array(drafter.params["markov"]["w1"])
-    w1[:, 0] = np.where(np.arange(VOCAB) % 2 == 0, 3.0, -3.0)
+    w1[:, 0] = np.where(np.isin(np.arange(VOCAB), sure), 3.0, -3.0)
     weights = np.zeros(HIDDEN + w1.shape[1], np.float32)
     weights[HIDDEN] = 1.5
     params = drafter.params | {
@@ -61,6 +62,23 @@ def test_budgeted_schedules_are_lossless(expected: np.ndarray, schedule: str, ow
     per_round = counters.verified / np.maximum(counters.rounds, 1)
     assert len(np.unique(per_round)) > 2 and 0.2 < per_round.mean() < BLOCK - 0.2
     assert 0.05 < counters.accepted.sum() / counters.verified.sum() < 0.95
+    assert p_value(tokens, expected) > WORST
+
+
+def test_what_a_refused_block_promised_says_nothing_of_the_next(expected: np.ndarray) -> None:
+    """One request alone, at break-even: it drafts a second time only where the third slot of the first block was sure.
+
+    That depended on the token drafted in the second slot, whose position is drafted again after a refusal in the first.
+    Drawn by the same uniform, tokens that make the drafter sure would be committed too often (p of 1e-10).
+    """
+    costs = make_costs(curve(3.0, 3.05, 3.1, plain=1.0), len(BUCKETS))
+    past = init_past(1, BLOCK)._replace(idle=jnp.int32(1000))  # the first round drafts
+    drafter = sharp_drafter([token for token in range(VOCAB) if token % 3 != 2])
+    tokens, counters = simulate(
+        drafter, "causal", buckets=BUCKETS, costs=costs, past=past, together=1, series=range(10)
+    )
+    again = counters.drafted == 2 * BLOCK
+    assert 0.1 < again.mean() < 0.9
     assert p_value(tokens, expected) > WORST
 
 
