@@ -104,7 +104,7 @@ TESTS: dict[type[Any], Table] = {
         STEP,
         "loss micro_batches num_anchors lr warmup weight_decay max_grad_norm ema compute_dtype seed remat regather",
     )
-    | by(WRITES, "checkpoint_every keep_checkpoints eval_every log_every eval_tokens")
+    | by(WRITES, "checkpoint_every keep_checkpoints eval_every log_every eval_tokens json")
     | by("training/test_trainer.py::test_a_run_starts_from_an_existing_drafter", "initial")
     | by("training/test_trainer.py::test_a_resumed_run_must_be_the_same", "resume")
     | by(PROCESSES, "distributed coordinator process_count process_id"),
@@ -155,7 +155,9 @@ TESTS: dict[type[Any], Table] = {
     | by(DOCTOR + "test_a_pair_that_fits_runs_and_is_fine", "max_tokens")
     | by(DOCTOR + "test_weights_have_the_dtype_that_is_asked_for", "dtype")
     | by(DOCTOR + "test_without_arguments_it_looks_at_the_embedded_pair", "run"),
-    RegenerateSettings: by(REGENERATE + "test_each_prompt_is_answered_at_each_temperature", "output prompts target")
+    RegenerateSettings: by(
+        REGENERATE + "test_each_prompt_is_answered_at_each_temperature", "output prompts target json"
+    )
     | by(REGENERATE + "test_each_prompt_is_answered_at_each_temperature", "max_tokens")
     | by(
         REGENERATE + "test_prompts_are_chosen_by_line_length_and_number",

@@ -1,8 +1,10 @@
 """Prompts for generation, from a JSONL file or from a data set on the Hugging Face hub.
 
 A JSONL line is {"prompt": str}, {"messages": [...]}, {"turns": [str, ...]} or {"conversations": [...]}, with an
-optional "id" and sampling fields; unknown keys are ignored. Of `turns` and `conversations` only the first user turn is
-asked (later turns answer to another model's words); `messages` is taken whole and must end with what is to be answered.
+optional "id" and sampling fields. Sampling settings that other programs have and this one has not are refused unless
+they change nothing (`_NEUTRAL`); other keys are the user's own. Of `turns` and `conversations` only the first user turn
+is asked (later turns answer to another model's words); `messages` is taken whole and must end with what is to be
+answered.
 """
 
 from __future__ import annotations
@@ -82,6 +84,42 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "stop": _stop,
 }
 
+# Sampling settings of other programs, and the values at which they change nothing.
+_NEUTRAL: dict[str, Any] = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "length_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1,
+    "logit_bias": {},
+    "stop_token_ids": [],
+    "logprobs": False,
+    "top_logprobs": 0,
+    "n": 1,
+    "best_of": 1,
+    "num_return_sequences": 1,
+    "num_beams": 1,
+}
+_OTHER_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "stop_sequences": "stop",
+    "do_sample": "temperature",
+}
+
+
+def _refuse_others(fields: Mapping[str, Any]) -> None:
+    """ValueError for a sampling setting that would be ignored though it means something."""
+    for name, neutral in _NEUTRAL.items():
+        value = fields.get(name)
+        same = value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+        if value is not None and not same:
+            raise ValueError(f"{name} {value!r}: not supported, must be {neutral!r} or left out")
+    for name, ours in _OTHER_NAMES.items():
+        if fields.get(name) is not None:
+            raise ValueError(f"{name} {fields[name]!r}: not a field here, must be {ours}")
+
 
 def sampling_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Check the sampling fields of a mapping and return those that are present and not null.
@@ -90,8 +128,10 @@ def sampling_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     seed int in 0..2^63-1, max_tokens int >= 1 (tokens to generate), stop str or list of str (returned as a tuple).
 
     Raises:
-        ValueError: naming the field, its value and what would be right.
+        ValueError: naming the field, its value and what would be right; also for settings of other programs that mean
+            something (penalties, `n`, `logprobs`, `max_new_tokens`, ...).
     """
+    _refuse_others(fields)
     return {name: check(fields[name]) for name, check in _CHECKS.items() if fields.get(name) is not None}
 
 

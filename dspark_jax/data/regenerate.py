@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,9 @@ from tqdm import tqdm
 
 from dspark_jax.checkpoints.load import embedded_target_path, load_target
 from dspark_jax.checkpoints.tokenizer import Tokenizer, prompt_ids
-from dspark_jax.config import exit_code, log_to_stderr, named_dtype
+from dspark_jax.config import check_json, exit_code, log_to_stderr, named_dtype, settings_as_json, write_json
 from dspark_jax.data.prompts import iter_prompts
-from dspark_jax.data.records import RecordWriter
+from dspark_jax.data.records import RecordWriter, read_records
 from dspark_jax.decoding.generate import Completion, Generator, Request
 from dspark_jax.decoding.sampling import SamplingParams
 
@@ -48,6 +49,7 @@ class RegenerateSettings:
             length together; a quarter of it is handed to the engine at once.
         limit: answers in all, 0 for every one. seed: of order and draws.
         dtype: of the target's weights; auto: bfloat16 where the device multiplies it fast, else float32.
+        json: file for settings, answers and tokens made, those in the output by then, and seconds, as one JSON object.
     """
 
     output: Path
@@ -65,6 +67,7 @@ class RegenerateSettings:
     limit: int = 0
     seed: int = 0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    json: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,23 @@ def record_of(job: Job, done: Completion, tokenizer: Tokenizer) -> dict[str, Any
     }
 
 
+def check_answered(output: Path, jobs: Sequence[Job]) -> None:
+    """Refuses to go on where answers are there already that belong to other prompts than the jobs of their ids.
+
+    Raises:
+        ValueError: the prompts have changed (a line that was added moves the numbers of those behind it), or the target
+            asks them in other tokens.
+    """
+    asked = {job.id: job.ids for job in jobs}
+    for record in read_records(output):
+        ids = asked.get(record["id"])
+        if ids is not None and record.get("prompt_ids") != list(ids):
+            raise ValueError(
+                f"output {output}: the answer {record['id']!r} is to another prompt, or of a target with other tokens "
+                "or another chat template; must be the same prompts and target to go on, or another output"
+            )
+
+
 def regenerate(settings: RegenerateSettings, generator: Generator, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """Makes every answer that the output does not hold yet, yielding records as they are written."""
     sources = list(settings.prompts)
@@ -171,7 +191,9 @@ def regenerate(settings: RegenerateSettings, generator: Generator, tokenizer: To
     if not sources:
         raise ValueError("prompts: nothing to answer; give prompt files, or self_prompts above 0")
     with RecordWriter(settings.output) as writer:
-        jobs = [job for job in read_jobs(settings, tokenizer, sources) if job.id not in writer.done]
+        jobs = read_jobs(settings, tokenizer, sources)
+        check_answered(settings.output, jobs)
+        jobs = [job for job in jobs if job.id not in writer.done]
         logger.info("%d answers done, %d to make", len(writer.done), len(jobs))
         by_id = {job.id: job for job in jobs}
         part = max(settings.window // 4, 1)
@@ -211,14 +233,20 @@ def _regenerate(settings: RegenerateSettings) -> None:
 
 
 def _answer(settings: RegenerateSettings) -> None:
+    check_json(settings.json)
+    began = time.perf_counter()
     dtype = named_dtype(settings.dtype, rows=settings.batch_size)
     target = load_target(settings.target or embedded_target_path(), dtype=jnp.dtype(dtype))
     generator = Generator(target, None, batch_size=settings.batch_size, seed=settings.seed)
-    tokens = 0
+    answers, tokens = 0, 0
     bar = tqdm(regenerate(settings, generator, target.tokenizer), desc="answers", unit="answer")
     for record in bar:
-        tokens += len(record["token_ids"])
+        answers, tokens = answers + 1, tokens + len(record["token_ids"])
         bar.set_postfix(tokens=tokens)
+    if settings.json is not None:
+        made = {"answers": answers, "tokens": tokens, "seconds": time.perf_counter() - began}
+        there = sum(1 for _ in read_records(settings.output))
+        write_json(settings.json, {"settings": settings_as_json(settings), "made": made, "answers": there})
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ Array = jax.Array
 Mode = Literal["greedy", "plain", "filtered"]
 MODES: tuple[Mode, ...] = get_args(Mode)  # each serves what those before it do
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy, as in the reference implementation
+HOTTEST = 1e30  # flat to the last bit, and its reciprocal is a number too
 # Purposes of a random draw at a position: each has its own stream, and drafts one for each slot of a block. So a
 # position that is drafted again after a rejection is drafted anew: what the first draft there did to confidences, which
 # budgets remember, says nothing about the second.
@@ -92,15 +93,18 @@ class Sampling(NamedTuple):
 
 
 def sampling_of(settings: Sequence[SamplingParams], keys: Iterable[tuple[int, int]]) -> Sampling:
-    """`settings` of R requests as arrays of the host. `keys`: raw key data of each (`raw_key`)."""
+    """`settings` of R requests as arrays of the host. `keys`: raw key data of each (`raw_key`).
+
+    Temperatures above `HOTTEST` are that; a `top_p` that float32 would round to 0, which keeps nothing, stays above it.
+    """
 
     def column(name: str, dtype: Any) -> Any:
         return np.asarray([getattr(one, name) for one in settings], dtype)
 
     raw: Any = np.asarray(list(keys), np.uint32)
     return Sampling(
-        column("temperature", np.float32),
-        column("top_p", np.float32),
+        np.minimum(column("temperature", np.float64), HOTTEST).astype(np.float32),
+        np.maximum(column("top_p", np.float32), np.finfo(np.float32).tiny),
         column("top_k", np.int32),
         column("min_p", np.float32),
         raw,

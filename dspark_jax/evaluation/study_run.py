@@ -49,7 +49,7 @@ DONE = "done.json"  # marks a drafter whose training is at its end
 # fields of TrainSettings that the weights do not follow from: places of files, and what happens on the way
 INDIFFERENT = (
     "records", "target", "output", "cache", "checkpoint_every", "keep_checkpoints", "eval_every", "eval_tokens",
-    "log_every", "devices", "resume", "distributed", "coordinator", "process_count", "process_id",
+    "log_every", "devices", "resume", "distributed", "coordinator", "process_count", "process_id", "json",
 )  # fmt: skip
 # fields that are looked at by what comes of them
 RESOLVED = (

@@ -39,7 +39,11 @@ class Counts(NamedTuple):
 
 
 class Log:
-    """Metrics in OUTPUT/metrics.jsonl and OUTPUT/tensorboard, written by one process and gathered by all."""
+    """Metrics in OUTPUT/metrics.jsonl and OUTPUT/tensorboard, written by one process and gathered by all.
+
+    Attributes:
+        newest: the newest value of each metric, of this process's lines.
+    """
 
     def __init__(self, folder: Path, step: int, window: dict[str, Any] | None = None, writes: bool = True) -> None:
         """Open the log of a run that goes on behind update `step`: lines of later updates are dropped.
@@ -53,6 +57,7 @@ class Log:
         self._running: deque[Any] = deque()
         self._tokens = self._updates = 0
         self._waited = 0.0
+        self.newest: dict[str, float] = {}
         self._clock = time.perf_counter()
         self._file, self._board = None, None
         if writes:
@@ -136,6 +141,7 @@ class Log:
 
     def record(self, step: int, values: dict[str, float]) -> None:
         """Write values of update `step` as they are."""
+        self.newest |= values
         if not values or self._file is None or self._board is None:
             return
         self._file.write(json.dumps({"step": step, **values}) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -114,6 +115,7 @@ class TrainSettings:
             or Open MPI, they find each other; else give the three fields below.
         coordinator: HOST:PORT of process 0, alike in all processes. process_count: number of processes.
         process_id: number of this one, from 0.
+        json: file for settings, updates, seconds, the best evaluation and the newest metrics, as one JSON object.
     """
 
     records: tuple[str, ...] = ()
@@ -156,6 +158,7 @@ class TrainSettings:
     coordinator: str = ""
     process_count: int = 0
     process_id: int = -1
+    json: Path | None = None
 
     def __post_init__(self) -> None:
         for name, low in (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from typing import Any
 import tyro
 from tqdm import tqdm
 
-from dspark_jax.config import log_to_stderr
+from dspark_jax.config import check_json, log_to_stderr, settings_as_json, write_json
 from dspark_jax.training.checkpoint import Checkpoints
 from dspark_jax.training.distributed import check_shared, is_main, start, stop_on_signals
 from dspark_jax.training.evaluate import Best, better, decoded
@@ -89,7 +90,9 @@ def train(settings: TrainSettings) -> TrainState:
         OSError: the disk is full, or cannot be written to. FloatingPointError: a loss or a gradient that is not finite.
             In both cases the last checkpoint is good.
     """
+    check_json(settings.json)
     check_shared(Path(settings.output))
+    began = time.perf_counter()
     run = prepare(settings)
     folder = run.output / "checkpoints"
     with (
@@ -121,7 +124,21 @@ def train(settings: TrainSettings) -> TrainState:
                 if stopped and not last:
                     logger.info("asked to stop: saved at update %d of %d, start again to go on", number, run.total)
                     break
+        if settings.json is not None and is_main():
+            write_json(settings.json, report(run, first, int(state.step), best, log, time.perf_counter() - began))
     return state
+
+
+def report(run: Run, first: int, last: int, best: Best | None, log: Log, seconds: float) -> dict[str, Any]:
+    """What `--json` tells of a run that went from update `first` to `last` in `seconds`, loading included."""
+    return {
+        "settings": settings_as_json(run.settings),
+        "drafter": str(run.output / "drafter"),
+        "updates": {"total": run.total, "first": first, "last": last, "finished": last == run.total},
+        "seconds": seconds,
+        "best": asdict(best) if best else None,
+        "metrics": log.newest,
+    }
 
 
 def resume(run: Run, checkpoints: Checkpoints) -> tuple[TrainState, Best | None, dict[str, Any]]:

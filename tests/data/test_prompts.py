@@ -56,6 +56,12 @@ def test_sampling_fields_are_checked_and_carried(tmp_path: Path) -> None:
     assert sampling_fields({"stop": ["a", "b"], "seed": None, "top_k": 0}) == {"top_k": 0, "stop": ("a", "b")}
 
 
+def test_settings_of_other_programs_may_only_be_neutral(tmp_path: Path) -> None:
+    neutral = {"n": 1, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "logprobs": False}
+    record = read_prompts(write(tmp_path, {"prompt": "x", "best_of": None, **neutral}))[0]
+    assert record.sampling == {}
+
+
 def test_line_filter_and_limit(tmp_path: Path) -> None:
     path = write(tmp_path, {"prompt": "1"}, {"prompt": "2"}, "", {"prompt": "4"}, {"prompt": "5"})
     texts = lambda **options: [record.prompt_text for record in read_prompts(path, **options)]  # noqa: E731
@@ -91,6 +97,11 @@ def test_unusual_but_right_files(tmp_path: Path) -> None:
         ({"prompt": ""}, "prompt '': must not be empty"),
         ({"prompt": 3}, "prompt is int: must be a string"),
         ('{"prompt": "a\\ud800b"}', "prompt: holds half of a surrogate pair at character 1"),
+        ({"prompt": "x", "repetition_penalty": 1.1}, "repetition_penalty 1.1: not supported, must be 1 or left out"),
+        ({"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias .*: not supported, must be {} or left out"),
+        ({"prompt": "x", "logprobs": 0}, "logprobs 0: not supported, must be False or left out"),
+        ({"prompt": "x", "n": 2}, "n 2: not supported, must be 1 or left out"),
+        ({"prompt": "x", "max_new_tokens": 9}, "max_new_tokens 9: not a field here, must be max_tokens"),
         ({"turns": []}, r"turns \[\]: must be a non-empty list"),
         ({"turns": "x"}, "turns x: must be a non-empty list"),
         ({"turns": ["x", 4]}, "must be a non-empty list of strings"),

@@ -44,7 +44,11 @@ def records(target: Path, prompts: Path, output: Path, *more: str) -> dict[str, 
 
 
 def test_each_prompt_is_answered_at_each_temperature(target: Path, prompts: Path, tmp_path: Path) -> None:
-    made = records(target, prompts, tmp_path / "out.jsonl")
+    told = tmp_path / "told.json"
+    made = records(target, prompts, tmp_path / "out.jsonl", "--json", str(told))
+    total = json.loads(told.read_text())
+    assert total["made"]["answers"] == total["answers"] == len(made) and total["settings"]["line_filter"] == "all"
+    assert total["made"]["tokens"] == sum(len(row["token_ids"]) for row in made.values())
     assert set(made) == {f"some/p{i}@{t}" for i in range(5) for t in ("0", "0.7")}
     model = load_target(target, dtype=jnp.float32)
     for row in made.values():
@@ -63,6 +67,20 @@ def test_a_stopped_run_goes_on(target: Path, prompts: Path, tmp_path: Path) -> N
     cut.write_bytes(b"".join(lines[:4]) + lines[4][:20])
     assert records(target, prompts, cut) == whole
     assert cut.read_bytes().startswith(b"".join(lines[:4]))
+
+
+def test_answers_to_other_prompts_are_not_gone_on_with(target: Path, tmp_path: Path, capsys) -> None:
+    """A line that was added moves the numbers, which are the ids, of those behind it."""
+    file, output = tmp_path / "some.jsonl", tmp_path / "out.jsonl"
+    lines = [json.dumps({"prompt": text}) + "\n" for text in PROMPTS[:3]]
+    file.write_text("".join(lines[:2]))
+    before = records(target, file, output)
+    file.write_text("".join(lines))
+    assert len(records(target, file, output)) > len(before)  # behind the last one
+    kept = output.read_bytes()
+    file.write_text("".join(lines[2:] + lines[:2]))
+    assert regenerate.main(["--output", str(output), "--target", str(target), "--prompts", str(file), *FLAGS]) == 2
+    assert "is to another prompt" in capsys.readouterr().err and output.read_bytes() == kept
 
 
 def test_prompts_are_chosen_by_line_length_and_number(target: Path, prompts: Path, tmp_path: Path) -> None:

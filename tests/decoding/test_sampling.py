@@ -23,6 +23,7 @@ from dspark_jax.decoding.sampling import (
     choose_as_needed,
     distribution,
     filter_probs,
+    sampling_of,
     uniforms,
 )
 
@@ -38,6 +39,14 @@ def test_best_token_is_the_first_argmax(vocab: int, seed: int) -> None:
     logits[:, 0] = -np.inf
     logits[seed % vocab, 0] = -100.0
     np.testing.assert_array_equal(jax.jit(best_token)(logits), np.argmax(logits, axis=0))
+
+
+def test_settings_that_float32_would_round_to_nothing() -> None:
+    """top_p 1e-50 keeps the most likely token; temperature 1e39 is uniform, but not over what is impossible."""
+    settings = [SamplingParams(1.0, top_p=1e-50), SamplingParams(1e39)]
+    logits = jnp.asarray([[0.0, 0.0], [2.0, 2.0], [-jnp.inf, -jnp.inf]])
+    probs = distribution(logits, jax.device_put(sampling_of(settings, [(0, 0)] * 2)), "filtered")
+    np.testing.assert_allclose(probs, [[0, 0.5], [1, 0.5], [0, 0]], rtol=1e-6)
 
 
 def make_sampling(temperature: float, top_p: float, top_k: int, min_p: float, rows: int = 1) -> Sampling:

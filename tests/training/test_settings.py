@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -140,6 +141,7 @@ def test_the_same_settings_give_the_same_step(folder: Path, plain: str) -> None:
 
 def test_fields_say_when_a_run_writes(folder: Path) -> None:
     fields = {"checkpoint_every": 2, "keep_checkpoints": 4, "log_every": 3, "eval_every": 4, "eval_tokens": 5}
+    fields["json"] = folder / "writes.json"
     trainer.train(tiny_settings(folder, "writes", **fields))
     rows = metrics_of(folder, "writes")
     assert [row["step"] for row in rows if "ce_loss" in row] == [3, 6, 7]
@@ -147,6 +149,10 @@ def test_fields_say_when_a_run_writes(folder: Path) -> None:
     assert [row["step"] for row in evaluated] == [4, 7]
     assert {row["eval_tokens"] for row in evaluated} == {2 * 4}  # two prompts; the first token is of the prompt's pass
     assert steps_of(folder, "writes") == [2, 4, 6, 7]
+    told = json.loads((folder / "writes.json").read_text())
+    assert told["updates"] == {"total": 7, "first": 0, "last": 7, "finished": True}
+    assert told["metrics"].items() >= rows[-1].items() - {"step": 7}.items() and told["best"]["step"] in (4, 7)
+    assert (Path(told["drafter"]) / "config.json").is_file() and told["settings"]["log_every"] == 3
 
 
 # --- the drafter ---
