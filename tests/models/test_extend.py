@@ -22,10 +22,10 @@ from dspark_jax.models.attention import (
     unpack,
 )
 from dspark_jax.models.cache import LayerCache, init_cache, insert
-from dspark_jax.models.config import RopeConfig, TransformerConfig
+from dspark_jax.models.config import AttentionConfig, RopeConfig, TransformerConfig
 from dspark_jax.models.transformer import extend, forward, init_params, init_target_cache
 
-REQUESTS, SLOTS, ROWS, CAPACITY, VOCAB = 3, 4, 9, 24, 50
+REQUESTS, SLOTS, ROWS, CAPACITY, VOCAB, WINDOW = 3, 4, 9, 24, 50, 6
 CONFIG = TransformerConfig(
     family="qwen3",
     vocab_size=VOCAB,
@@ -41,6 +41,8 @@ CONFIG = TransformerConfig(
     tie_embeddings=True,
     max_positions=CAPACITY,
     num_tokens=VOCAB,
+    sliding=AttentionConfig(num_kv_heads=2, head_dim=8, rope=RopeConfig(), window=WINDOW),
+    pattern=(False, True),
 )
 PARAMS = jax.jit(init_params, static_argnames=("config",))(CONFIG, jax.random.key(0))
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (REQUESTS, CAPACITY)).astype(np.int32)
