@@ -2,8 +2,8 @@
 
 A JSONL line is {"prompt": str}, {"messages": [...]}, {"turns": [str, ...]} or {"conversations": [...]}, with an
 optional "id" and sampling fields. Sampling settings that other programs have and this one has not are refused unless
-they change nothing (`_NEUTRAL`); other keys are the user's own. Of `turns` and `conversations` only the first user turn
-is asked (later turns answer to another model's words); `messages` is taken whole and must end with what is to be
+they change nothing (`_UNSUPPORTED`); other keys are the user's own. Of `turns` and `conversations` only the first user
+turn is asked (later turns answer to another model's words); `messages` is taken whole and must end with what is to be
 answered.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_jax.data.chat import Message, split_roles
+from dspark_jax.data.neutral import NEUTRAL, check_neutral
 
 logger = logging.getLogger(__name__)
 
@@ -78,28 +80,20 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "temperature": lambda value: _number("temperature", value, "finite and at least 0", 0.0, sys.float_info.max),
     "top_p": lambda value: _number("top_p", value, "above 0 and at most 1", sys.float_info.min, 1.0),
     "top_k": lambda value: _integer("top_k", value, "0 (off) or more, below 2^31", 0, 2**31 - 1),
-    "min_p": lambda value: _number("min_p", value, "from 0 to 1", 0.0, 1.0),
+    "min_p": lambda value: _number("min_p", value, "at least 0 and below 1", 0.0, math.nextafter(1.0, 0.0)),
     "seed": lambda value: _integer("seed", value, "from 0 to 2^63 - 1", 0, 2**63 - 1),
     "max_tokens": lambda value: _integer("max_tokens", value, "at least 1 and below 2^31", 1, 2**31 - 1),
     "stop": _stop,
 }
 
-# Sampling settings of other programs, and the values at which they change nothing.
-_NEUTRAL: dict[str, Any] = {
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "length_penalty": 1,
-    "no_repeat_ngram_size": 0,
-    "typical_p": 1,
-    "logit_bias": {},
+# What a line cannot ask for, and the values at which it changes nothing. Most of what is added here the server can do.
+_UNSUPPORTED: dict[str, Any] = NEUTRAL | {
     "stop_token_ids": [],
     "logprobs": False,
     "top_logprobs": 0,
     "n": 1,
     "best_of": 1,
     "num_return_sequences": 1,
-    "num_beams": 1,
 }
 _OTHER_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -111,11 +105,11 @@ _OTHER_NAMES = {
 
 def _refuse_others(fields: Mapping[str, Any]) -> None:
     """ValueError for a sampling setting that would be ignored though it means something."""
-    for name, neutral in _NEUTRAL.items():
-        value = fields.get(name)
-        same = value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-        if value is not None and not same:
-            raise ValueError(f"{name} {value!r}: not supported, must be {neutral!r} or left out")
+    for name, neutral in _UNSUPPORTED.items():
+        try:
+            check_neutral(fields.get(name), neutral)
+        except ValueError as error:
+            raise ValueError(f"{name} {repr(fields[name])[:60]}: {error}") from error
     for name, ours in _OTHER_NAMES.items():
         if fields.get(name) is not None:
             raise ValueError(f"{name} {fields[name]!r}: not a field here, must be {ours}")
@@ -124,7 +118,7 @@ def _refuse_others(fields: Mapping[str, Any]) -> None:
 def sampling_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Check the sampling fields of a mapping and return those that are present and not null.
 
-    temperature float >= 0 (0 is greedy), top_p float in (0, 1], top_k int >= 0 (0 is off), min_p float in [0, 1],
+    temperature float >= 0 (0 is greedy), top_p float in (0, 1], top_k int >= 0 (0 is off), min_p float in [0, 1),
     seed int in 0..2^63-1, max_tokens int >= 1 (tokens to generate), stop str or list of str (returned as a tuple).
 
     Raises:

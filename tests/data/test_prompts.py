@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dspark_jax.data import prompts
 from dspark_jax.data.prompts import iter_prompts, prompt_record, read_prompts, sampling_fields
 
 
@@ -57,9 +59,22 @@ def test_sampling_fields_are_checked_and_carried(tmp_path: Path) -> None:
 
 
 def test_settings_of_other_programs_may_only_be_neutral(tmp_path: Path) -> None:
+    """And what is no setting may be anything: it is the user's own."""
     neutral = {"n": 1, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "logprobs": False}
-    record = read_prompts(write(tmp_path, {"prompt": "x", "best_of": None, **neutral}))[0]
+    own = {"tags": ["a"], "label": {"n": 2}, "penalty": 3, "source": "logprobs"}
+    record = read_prompts(write(tmp_path, {"prompt": "x", "best_of": None, **neutral, **own}))[0]
     assert record.sampling == {}
+
+
+@pytest.mark.parametrize("name", sorted(prompts._UNSUPPORTED))
+def test_each_setting_of_other_programs_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    neutral, wrong = prompts._UNSUPPORTED[name], {bool: 0, int: 7, dict: {"5": 1.0}, list: [5]}
+    for value in (neutral, None):
+        assert len(read_prompts(write(tmp_path, {"prompt": "x", name: value}))) == 1
+    for value in (wrong[type(neutral)], "x", not neutral):
+        line = re.escape(f"ask.jsonl, line 1: {name} {value!r}: not supported, must be {neutral!r}, or left out")
+        with pytest.raises(ValueError, match=line):
+            read_prompts(write(tmp_path, {"prompt": "x", name: value}))
 
 
 def test_line_filter_and_limit(tmp_path: Path) -> None:
@@ -97,10 +112,10 @@ def test_unusual_but_right_files(tmp_path: Path) -> None:
         ({"prompt": ""}, "prompt '': must not be empty"),
         ({"prompt": 3}, "prompt is int: must be a string"),
         ('{"prompt": "a\\ud800b"}', "prompt: holds half of a surrogate pair at character 1"),
-        ({"prompt": "x", "repetition_penalty": 1.1}, "repetition_penalty 1.1: not supported, must be 1 or left out"),
-        ({"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias .*: not supported, must be {} or left out"),
-        ({"prompt": "x", "logprobs": 0}, "logprobs 0: not supported, must be False or left out"),
-        ({"prompt": "x", "n": 2}, "n 2: not supported, must be 1 or left out"),
+        ({"prompt": "x", "repetition_penalty": 1.1}, "repetition_penalty 1.1: not supported, must be 1, or left out"),
+        ({"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias .*: not supported, must be {}, or left out"),
+        ({"prompt": "x", "logprobs": 0}, "logprobs 0: not supported, must be False, or left out"),
+        ({"prompt": "x", "n": 2}, "n 2: not supported, must be 1, or left out"),
         ({"prompt": "x", "max_new_tokens": 9}, "max_new_tokens 9: not a field here, must be max_tokens"),
         ({"turns": []}, r"turns \[\]: must be a non-empty list"),
         ({"turns": "x"}, "turns x: must be a non-empty list"),
@@ -129,7 +144,7 @@ def test_unusual_but_right_files(tmp_path: Path) -> None:
         ({"prompt": "x", "top_p": 1.1}, "top_p 1.1"),
         ({"prompt": "x", "top_k": -1}, "top_k -1"),
         ({"prompt": "x", "top_k": 2.0}, "top_k 2.0: must be an integer"),
-        ({"prompt": "x", "min_p": 2}, "min_p 2: must be from 0 to 1"),
+        ({"prompt": "x", "min_p": 1}, "min_p 1: must be at least 0 and below 1"),
         ({"prompt": "x", "seed": -4}, "seed -4"),
         ({"prompt": "x", "seed": 2**63}, "seed 9223372036854775808"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens 0: must be at least 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -70,7 +71,7 @@ def test_a_stopped_run_goes_on(target: Path, prompts: Path, tmp_path: Path) -> N
 
 
 def test_answers_to_other_prompts_are_not_gone_on_with(target: Path, tmp_path: Path, capsys) -> None:
-    """A line that was added moves the numbers, which are the ids, of those behind it."""
+    """A line that was added moves the numbers, which are the ids, of those behind it; the file is left as it was."""
     file, output = tmp_path / "some.jsonl", tmp_path / "out.jsonl"
     lines = [json.dumps({"prompt": text}) + "\n" for text in PROMPTS[:3]]
     file.write_text("".join(lines[:2]))
@@ -78,9 +79,30 @@ def test_answers_to_other_prompts_are_not_gone_on_with(target: Path, tmp_path: P
     file.write_text("".join(lines))
     assert len(records(target, file, output)) > len(before)  # behind the last one
     kept = output.read_bytes()
-    file.write_text("".join(lines[2:] + lines[:2]))
+    file.write_text("".join([lines[0], lines[2], lines[1]]))
     assert regenerate.main(["--output", str(output), "--target", str(target), "--prompts", str(file), *FLAGS]) == 2
-    assert "is to another prompt" in capsys.readouterr().err and output.read_bytes() == kept
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(rf"output {output}: the answer 'some/some:[23]@0.*is to another prompt.*or another output", last)
+    assert output.read_bytes() == kept
+
+
+def test_answers_asked_in_another_template_are_not_gone_on_with(
+    golden: Path, target: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """The same words in other tokens; answers that this run does not ask for may be to anything."""
+    output = tmp_path / "out.jsonl"
+    records(target, prompts, output, "--temperatures", "0", "--line-filter", "odd")
+    (tmp_path / "plain").mkdir()
+    write_tokenizer(tmp_path / "plain", None)
+    tokenizer = load_tokenizer(tmp_path / "plain")
+
+    def check(lines: str) -> None:
+        settings = regenerate.RegenerateSettings(output, (str(prompts),), lines, temperatures=(0.0,))
+        regenerate.check_answered(output, regenerate.read_jobs(settings, tokenizer, settings.prompts))
+
+    check("even")
+    with pytest.raises(ValueError, match="'some/p[024]@0' is to another prompt, or of a target with other tokens"):
+        check("odd")
 
 
 def test_prompts_are_chosen_by_line_length_and_number(target: Path, prompts: Path, tmp_path: Path) -> None:

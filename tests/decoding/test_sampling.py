@@ -42,11 +42,19 @@ def test_best_token_is_the_first_argmax(vocab: int, seed: int) -> None:
 
 
 def test_settings_that_float32_would_round_to_nothing() -> None:
-    """top_p 1e-50 keeps the most likely token; temperature 1e39 is uniform, but not over what is impossible."""
-    settings = [SamplingParams(1.0, top_p=1e-50), SamplingParams(1e39)]
-    logits = jnp.asarray([[0.0, 0.0], [2.0, 2.0], [-jnp.inf, -jnp.inf]])
-    probs = distribution(logits, jax.device_put(sampling_of(settings, [(0, 0)] * 2)), "filtered")
-    np.testing.assert_allclose(probs, [[0, 0.5], [1, 0.5], [0, 0]], rtol=1e-6)
+    """A tiny top_p keeps the most likely token; a huge temperature is uniform, but not over what is impossible."""
+    best, flat, whole = (0, 1, 0), (0.5, 0.5, 0), (1 / (1 + np.e**2), 1 / (1 + np.e**-2), 0)
+    cases = [
+        *((SamplingParams(1.0, top_p=share), best) for share in (1e-300, 1e-50, 1e-40, 1e-9)),
+        *((SamplingParams(heat), flat) for heat in (1e30, 1e39, 1e300)),
+        (SamplingParams(1.0, min_p=1 - 1e-12), best),  # 1 in float32
+        (SamplingParams(1.0, min_p=1e-50), whole),
+        (SamplingParams(1.0, top_p=1 - 1e-12), whole),
+    ]
+    settings, expected = zip(*cases, strict=True)
+    logits = jnp.tile(jnp.asarray([[0.0], [2.0], [-jnp.inf]]), len(cases))
+    probs = distribution(logits, jax.device_put(sampling_of(settings, [(0, 0)] * len(cases))), "filtered")
+    np.testing.assert_allclose(probs, np.transpose(expected), rtol=1e-6)
 
 
 def make_sampling(temperature: float, top_p: float, top_k: int, min_p: float, rows: int = 1) -> Sampling:

@@ -146,7 +146,7 @@ def test_counts_of_an_answer_that_is_cut(tokenizer):
         ('{"prompt": "a"}\nnot json\n', "line 2: not JSON"),
         ('{"prompt": ""}\n', "line 1: prompt '': must not be empty"),
         ('{"prompt": "a", "temperature": -1}\n', "line 1: temperature -1: must be"),
-        ('{"prompt": "a", "id": "p", "min_p": 1}\n', "prompt 'p': min_p 1.0"),
+        ('{"prompt": "a", "id": "p", "min_p": 1}\n', "line 1: min_p 1: must be at least 0 and below 1"),
         (json.dumps({"prompt": "a" * 600}) + "\n", "tokens, the target's context has 512"),
         ("\n", "holds no prompts"),
     ],

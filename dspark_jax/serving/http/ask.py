@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from dspark_jax.decoding.requests import Request
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.serving.http.errors import ApiError, too_long
-from dspark_jax.serving.http.schema import LEAST_TOP_P, Body
+from dspark_jax.serving.http.schema import Body
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def nth_seed(seed: int, number: int) -> int:
 def _sampling(body: Body, max_tokens: int) -> SamplingParams:
     return SamplingParams(
         temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=max(1.0 if body.top_p is None else body.top_p, LEAST_TOP_P),
+        top_p=1.0 if body.top_p is None else body.top_p,
         top_k=max(body.top_k or 0, 0),
         min_p=body.min_p or 0.0,
         max_tokens=max_tokens,

@@ -14,6 +14,8 @@ from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Strict
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
+from dspark_jax.data.neutral import check_neutral
+
 MOST_CHOICES = 128  # answers, and prompts, of one request
 MOST_STOPS = 4
 LONGEST_STOP = 512  # characters: the end of the text is compared with all beginnings of a stop string
@@ -48,10 +50,8 @@ def neutral(*values: Any) -> Checked:
     """For a field that must have one of `values`, or be null or absent."""
 
     def check(value: Any) -> Any:
-        if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values):
-            return value
-        rule = f"must be {' or '.join(map(repr, values))}, or left out" if values else "must be left out"
-        raise ValueError(f"not supported, {rule}")
+        check_neutral(value, *values)
+        return value
 
     return Checked(check, {"enum": [*values, None]})
 

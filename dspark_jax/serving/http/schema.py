@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from dspark_jax.data.neutral import NEUTRAL
 from dspark_jax.serving.http.fields import (
     INT32,
     INT63,
@@ -25,7 +26,6 @@ from dspark_jax.serving.http.settings import MOST_LOGPROBS
 Count = Annotated[Whole, Field(ge=1, le=INT32)]
 Logprobs = Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)]
 StopId = Annotated[Whole, Field(ge=0, le=INT32)]
-LEAST_TOP_P = 1e-6  # keeps the most likely token alone; what float32 rounds to 0 would keep none
 
 
 class Strictly(BaseModel):
@@ -63,10 +63,10 @@ class Body(Strictly):
     user: Text | None = None
     speculative: Flag | None = Field(None, description="false: plain decoding of this request")
     trace: Flag | None = Field(None, description="bring the rounds of decoding along; with one choice")
-    frequency_penalty: Annotated[Any, neutral(0)] = None
-    presence_penalty: Annotated[Any, neutral(0)] = None
-    repetition_penalty: Annotated[Any, neutral(1)] = None
-    logit_bias: Annotated[Any, neutral({})] = None
+    frequency_penalty: Annotated[Any, neutral(NEUTRAL["frequency_penalty"])] = None
+    presence_penalty: Annotated[Any, neutral(NEUTRAL["presence_penalty"])] = None
+    repetition_penalty: Annotated[Any, neutral(NEUTRAL["repetition_penalty"])] = None
+    logit_bias: Annotated[Any, neutral(NEUTRAL["logit_bias"])] = None
 
     @model_validator(mode="after")
     def _together(self) -> Body:

@@ -146,7 +146,7 @@ def test_seeds(client):
 
 def test_sampling_fields_reach_the_engine(client, plain):
     """Each of them, at its narrowest, leaves the most likely token alone."""
-    for fields in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 0.999999}):
+    for fields in ({"top_k": 1}, {"top_p": 1e-9}, {"top_p": 1e-50}, {"min_p": 0.999999}):
         assert ask(client, temperature=2, **fields)["choices"][0]["text"] == plain("one"), fields
     assert ask(client, temperature=2, seed=3)["choices"][0]["text"] != plain("one")
 
