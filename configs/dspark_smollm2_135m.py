@@ -18,6 +18,12 @@ Command: python train.py --config configs/dspark_smollm2_135m.py
     python train.py --config configs/dspark_smollm2_135m.py --initial dspark_jax/assets/dspark-smollm2-135m \
         --records runs/testbed/records.jsonl runs/testbed/more.jsonl --cache runs/testbed/cache --cache-kind float32 \
         --output runs/smollm2/head --batch-size 4 --lr 1e-3 --warmup 0.03 --steps 800
+    and last with half of the draft vocabulary and twice as many new answers (1,400 more by the same command with
+    --temperatures 0.7 1 --seed 23 --max-prompt-tokens 204 --window 1400 --limit 1400, their ids made different as well):
+    python train.py --config configs/dspark_smollm2_135m.py --initial runs/smollm2/head/drafter \
+        --drafter.draft-vocab-size 4096 --output runs/smollm2/cut --batch-size 4 --lr 8e-4 --warmup 0.03 --steps 1500 \
+        --records runs/testbed/records.jsonl runs/testbed/more.jsonl runs/testbed/third.jsonl \
+        --cache runs/testbed/cache --cache-kind float32
 Expected: the figures of dspark_jax/assets/dspark-smollm2-135m.md. The second part of the drafter that ships was made in
 two runs: 2,031 of 6,000 updates with --lr 8e-4, then 3,000 with --lr 6e-4.
 Cost: the cache takes 7 kB a token, and 0.4 to 0.7 ms of computing; an update of 8 sequences 1.4 seconds on two CPU
