@@ -19,7 +19,7 @@ Command: python train.py --config configs/dspark_smollm2_135m.py
         --records runs/testbed/records.jsonl runs/testbed/more.jsonl --cache runs/testbed/cache --cache-kind float32 \
         --output runs/smollm2/head --batch-size 4 --lr 1e-3 --warmup 0.03 --steps 800
     and last with half of the draft vocabulary and twice as many new answers (1,400 more by the same command with
-    --temperatures 0.7 1 --seed 23 --max-prompt-tokens 204 --window 1400 --limit 1400, their ids made different as well):
+    --temperatures 0.7 1 --seed 23 --max-prompt-tokens 204 --window 1400 --limit 1400, ids made different as well):
     python train.py --config configs/dspark_smollm2_135m.py --initial runs/smollm2/head/drafter \
         --drafter.draft-vocab-size 4096 --output runs/smollm2/cut --batch-size 4 --lr 8e-4 --warmup 0.03 --steps 1500 \
         --records runs/testbed/records.jsonl runs/testbed/more.jsonl runs/testbed/third.jsonl \

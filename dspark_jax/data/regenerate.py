@@ -12,6 +12,7 @@ import logging
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,8 @@ class RegenerateSettings:
             length together; a quarter of it is handed to the engine at once.
         limit: answers in all, 0 for every one. seed: of order and draws.
         dtype: of the target's weights; auto: bfloat16 where the device multiplies it fast, else float32.
-        json: file for settings, answers and tokens made, those in the output by then, and seconds, as one JSON object.
+        json: file for settings, answers and tokens made, seconds, answers in the output by then, and prompts that were
+            too long, as one JSON object at the end.
     """
 
     output: Path
@@ -109,8 +111,13 @@ def write_self_prompts(generator: Generator, tokenizer: Tokenizer, count: int, s
             writer.write({"id": done.id, "prompt": text})
 
 
-def read_jobs(settings: RegenerateSettings, tokenizer: Tokenizer, sources: Sequence[str]) -> list[Job]:
+def read_jobs(
+    settings: RegenerateSettings, tokenizer: Tokenizer, sources: Sequence[str], left_out: Counter[str] | None = None
+) -> list[Job]:
     """All answers to make, in an order that depends on the seed alone; every window of them is a fair sample.
+
+    Args:
+        left_out: counts the prompts that are not asked, by why: "too_long".
 
     Raises:
         FileNotFoundError, ValueError: a source that cannot be read, messages that cannot be asked, or an id that comes
@@ -119,10 +126,11 @@ def read_jobs(settings: RegenerateSettings, tokenizer: Tokenizer, sources: Seque
     temperatures = [f"{t:g}" for t in settings.temperatures]
     if len(set(temperatures)) < len(temperatures):
         raise ValueError(f"temperatures {', '.join(temperatures)}: ids of answers tell them apart so, give each once")
+    left_out = Counter() if left_out is None else left_out
     jobs: list[Job] = []
     sources_of: dict[str, str] = {}  # by id
     for source in sources:
-        for job in _jobs_of(settings, tokenizer, source):
+        for job in _jobs_of(settings, tokenizer, source, left_out):
             if job.id in sources_of:
                 raise ValueError(
                     f"prompts {sources_of[job.id]} and {source}: both have an answer of id {job.id!r}, ids must "
@@ -137,7 +145,7 @@ def read_jobs(settings: RegenerateSettings, tokenizer: Tokenizer, sources: Seque
     return [job for window in windows for job in sorted(window, key=lambda job: len(job.ids))]
 
 
-def _jobs_of(settings: RegenerateSettings, tokenizer: Tokenizer, source: str) -> Iterator[Job]:
+def _jobs_of(settings: RegenerateSettings, tokenizer: Tokenizer, source: str, left_out: Counter[str]) -> Iterator[Job]:
     """The answers to make to the prompts of one source."""
     name = Path(source).stem
     for record in iter_prompts(source, line_filter=settings.line_filter, skip_bad=True):
@@ -145,7 +153,9 @@ def _jobs_of(settings: RegenerateSettings, tokenizer: Tokenizer, source: str) ->
             ids = prompt_ids(tokenizer, record.messages)
         except ValueError as error:
             raise ValueError(f"{source}, prompt {record.id!r}: {error}") from error
-        if len(ids) <= settings.max_prompt_tokens:
+        if len(ids) > settings.max_prompt_tokens:
+            left_out["too_long"] += 1
+        else:
             for t in settings.temperatures:
                 yield Job(f"{name}/{record.id}@{t:g}", record.prompt_text, ids, name, t)
 
@@ -181,8 +191,13 @@ def check_answered(output: Path, jobs: Sequence[Job]) -> None:
             )
 
 
-def regenerate(settings: RegenerateSettings, generator: Generator, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """Makes every answer that the output does not hold yet, yielding records as they are written."""
+def regenerate(
+    settings: RegenerateSettings, generator: Generator, tokenizer: Tokenizer, left_out: Counter[str]
+) -> Iterator[dict[str, Any]]:
+    """Makes every answer that the output does not hold yet, yielding records as they are written.
+
+    `left_out`: see `read_jobs`.
+    """
     sources = list(settings.prompts)
     if settings.self_prompts:
         turns = settings.output.with_suffix(".self.jsonl")
@@ -191,7 +206,9 @@ def regenerate(settings: RegenerateSettings, generator: Generator, tokenizer: To
     if not sources:
         raise ValueError("prompts: nothing to answer; give prompt files, or self_prompts above 0")
     with RecordWriter(settings.output) as writer:
-        jobs = read_jobs(settings, tokenizer, sources)
+        jobs = read_jobs(settings, tokenizer, sources, left_out)
+        if left_out["too_long"]:
+            logger.info("%d prompts of over %d tokens left out", left_out["too_long"], settings.max_prompt_tokens)
         check_answered(settings.output, jobs)
         jobs = [job for job in jobs if job.id not in writer.done]
         logger.info("%d answers done, %d to make", len(writer.done), len(jobs))
@@ -238,15 +255,16 @@ def _answer(settings: RegenerateSettings) -> None:
     dtype = named_dtype(settings.dtype, rows=settings.batch_size)
     target = load_target(settings.target or embedded_target_path(), dtype=jnp.dtype(dtype))
     generator = Generator(target, None, batch_size=settings.batch_size, seed=settings.seed)
-    answers, tokens = 0, 0
-    bar = tqdm(regenerate(settings, generator, target.tokenizer), desc="answers", unit="answer")
+    answers, tokens, left_out = 0, 0, Counter(too_long=0)
+    bar = tqdm(regenerate(settings, generator, target.tokenizer, left_out), desc="answers", unit="answer")
     for record in bar:
         answers, tokens = answers + 1, tokens + len(record["token_ids"])
         bar.set_postfix(tokens=tokens)
     if settings.json is not None:
         made = {"answers": answers, "tokens": tokens, "seconds": time.perf_counter() - began}
         there = sum(1 for _ in read_records(settings.output))
-        write_json(settings.json, {"settings": settings_as_json(settings), "made": made, "answers": there})
+        done = {"settings": settings_as_json(settings), "made": made, "answers": there, "left_out": left_out}
+        write_json(settings.json, done)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,8 @@ class Log:
     """Metrics in OUTPUT/metrics.jsonl and OUTPUT/tensorboard, written by one process and gathered by all.
 
     Attributes:
-        newest: the newest value of each metric, of this process's lines.
+        newest: the newest value of each metric, of this process's lines. tokens: of all updates since it was opened, by
+            all processes, without padding.
     """
 
     def __init__(self, folder: Path, step: int, window: dict[str, Any] | None = None, writes: bool = True) -> None:
@@ -58,6 +59,7 @@ class Log:
         self._tokens = self._updates = 0
         self._waited = 0.0
         self.newest: dict[str, float] = {}
+        self.tokens = 0
         self._clock = time.perf_counter()
         self._file, self._board = None, None
         if writes:
@@ -98,6 +100,7 @@ class Log:
         }
         self._pending.append((metrics, host))
         self._tokens += counts.tokens
+        self.tokens += counts.tokens
         self._updates += 1
         self._running.append(metrics)
         if len(self._running) > _AHEAD:

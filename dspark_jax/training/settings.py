@@ -115,7 +115,8 @@ class TrainSettings:
             or Open MPI, they find each other; else give the three fields below.
         coordinator: HOST:PORT of process 0, alike in all processes. process_count: number of processes.
         process_id: number of this one, from 0.
-        json: file for settings, updates, seconds, the best evaluation and the newest metrics, as one JSON object.
+        json: file for settings, the drafter's folder, updates, tokens and seconds of this call, the best evaluation and
+            the newest metrics, as one JSON object at the end.
     """
 
     records: tuple[str, ...] = ()

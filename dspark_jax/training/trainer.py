@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
+import math
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -124,20 +125,24 @@ def train(settings: TrainSettings) -> TrainState:
                 if stopped and not last:
                     logger.info("asked to stop: saved at update %d of %d, start again to go on", number, run.total)
                     break
-        if settings.json is not None and is_main():
-            write_json(settings.json, report(run, first, int(state.step), best, log, time.perf_counter() - began))
+    if settings.json is not None and is_main():  # not before: the drafter is on the disk now
+        write_json(settings.json, report(run, first, int(state.step), best, log, time.perf_counter() - began))
     return state
 
 
 def report(run: Run, first: int, last: int, best: Best | None, log: Log, seconds: float) -> dict[str, Any]:
-    """What `--json` tells of a run that went from update `first` to `last` in `seconds`, loading included."""
+    """What `--json` tells of a run that went from update `first` to `last` in `seconds`, loading included.
+
+    `tokens` are those of these updates, without padding. A metric that is not finite is null.
+    """
     return {
         "settings": settings_as_json(run.settings),
         "drafter": str(run.output / "drafter"),
         "updates": {"total": run.total, "first": first, "last": last, "finished": last == run.total},
+        "tokens": log.tokens,
         "seconds": seconds,
         "best": asdict(best) if best else None,
-        "metrics": log.newest,
+        "metrics": {name: value if math.isfinite(value) else None for name, value in log.newest.items()},
     }
 
 

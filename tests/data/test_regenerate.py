@@ -114,6 +114,26 @@ def test_prompts_are_chosen_by_line_length_and_number(target: Path, prompts: Pat
     assert len(few) == 2 and all(len(row["prompt_ids"]) < longest for row in few.values())
 
 
+def test_json_tells_what_was_made_what_was_there_and_what_was_left_out(
+    target: Path, prompts: Path, tmp_path: Path, capsys
+) -> None:
+    """Of two calls; the second one makes the rest."""
+    told = tmp_path / "told.json"
+    ids = [len(row["prompt_ids"]) for row in records(target, prompts, tmp_path / "all.jsonl").values()]
+    options = ["--max-prompt-tokens", str(max(ids) - 1), "--json", str(told)]
+    fitting = len(ids) - ids.count(max(ids))
+    assert 2 < fitting < len(ids)
+    for limit, made in (("2", 2), ("0", fitting - 2)):
+        capsys.readouterr()
+        answers = records(target, prompts, tmp_path / "out.jsonl", *options, "--limit", limit)
+        total = json.loads(told.read_text())
+        assert (total["made"]["answers"], total["answers"]) == (made, len(answers))
+        assert total["left_out"] == {"too_long": ids.count(max(ids)) // 2}  # prompts, of two answers each
+        assert f"prompts of over {max(ids) - 1} tokens left out" in capsys.readouterr().err
+    assert 0 < total["made"]["tokens"] < sum(len(row["token_ids"]) for row in answers.values())
+    assert total["made"]["seconds"] > 0
+
+
 def test_the_target_writes_prompts_itself(target: Path, prompts: Path, tmp_path: Path) -> None:
     """User turns sampled from the chat template, kept beside the output; those cut short are not answered."""
     made = records(target, prompts, tmp_path / "out.jsonl", "--self-prompts", "3", "--temperatures", "0")

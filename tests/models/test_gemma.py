@@ -14,6 +14,7 @@ from dspark_jax.models.attention import dense_packing
 from dspark_jax.models.config import AttentionConfig, RopeConfig, TransformerConfig
 from dspark_jax.models.layers import rope_frequencies
 from dspark_jax.models.transformer import extend, forward, init_params, init_target_cache, logits
+from tests.models.test_extend import ragged_packing
 
 run_forward = jax.jit(forward, static_argnames=("config",))
 run_extend = jax.jit(extend, static_argnames=("config",))
@@ -163,15 +164,19 @@ def formula(params: Any, ids: np.ndarray) -> np.ndarray:
     return 3.0 * np.tanh(norm(x, params["final_norm"]) @ params["embed"].T / 3.0)
 
 
-@pytest.fixture(scope="module")
-def tiny() -> tuple[TransformerConfig, Any]:
-    """A Gemma3 model whose norms and scores are far from neutral."""
-    config = read(GEMMA3)
+def noisy(config: TransformerConfig) -> Any:
+    """Parameters whose norms and scores are far from neutral."""
     params = init_params(config, jax.random.key(0))
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(1), len(leaves))
-    noisy = [leaf + 0.5 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
-    return config, jax.tree.unflatten(tree, noisy)
+    lively = [leaf + 0.5 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(tree, lively)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[TransformerConfig, Any]:
+    config = read(GEMMA3)
+    return config, noisy(config)
 
 
 def test_gemma3_follows_its_formulas_whole_and_in_chunks(tiny):
@@ -187,6 +192,48 @@ def test_gemma3_follows_its_formulas_whole_and_in_chunks(tiny):
         got.append(logits(params, hidden.final, config.final_softcap).T)
         start += size
     np.testing.assert_allclose(np.concatenate(got), want, atol=2e-4)
+
+
+# (rows of each request, how many of them stay): requests part at once, wait, and have rows rejected.
+STEPS = [((3, 1, 2), (3, 1, 2)), ((0, 4, 3), (0, 3, 1)), ((2, 4, 1), (2, 2, 1)), ((4, 1, 4), (1, 1, 4))] * 3
+
+
+def packed_steps(params: Any, config: TransformerConfig, ids: np.ndarray) -> list[list[np.ndarray]]:
+    """Logits by position and request of `ids [R, T]`, taken in by `STEPS`; what is rejected are wrong tokens."""
+    cache, start, got = init_target_cache(config, 3, 40, jnp.float32), np.zeros(3, np.int32), [[], [], []]
+    for lengths, kept in STEPS:
+        packing = ragged_packing(list(lengths), 4, 9)
+        request, offset = np.asarray(packing.request), np.asarray(packing.offset)
+        rows = ids[request, start[request] + offset]
+        rows = np.where(offset < np.array(kept)[request], rows, (rows + 7) % config.vocab_size)
+        hidden, cache = run_extend(params, config, cache, jnp.asarray(rows), jnp.asarray(start), packing)
+        found = np.asarray(logits(params, hidden.final, config.final_softcap)).T
+        for r, count in enumerate(kept):
+            got[r].extend(found[packing.row[r, :count]])
+        start += np.array(kept, np.int32)
+    return got
+
+
+@pytest.mark.parametrize("window", [3, 6])
+@pytest.mark.parametrize("base", [GEMMA3, GEMMA4], ids=["gemma3", "gemma4"])
+def test_packed_rows_of_several_requests_see_their_own_windows(base, window):
+    """Requests at different positions in one pass: each has the logits of itself alone, read whole.
+
+    Blocks of up to four rows: the window's edge lies before a block, and inside it where the window is shorter.
+    """
+    small = {"hidden_size": 16, "intermediate_size": 24, "head_dim": 8, "vocab_size": 64, "num_key_value_heads": 2}
+    if base is GEMMA4:  # whose last layer is a full one, and full layers have other sizes
+        kinds = [*GEMMA3["layer_types"], "full_attention"]
+        small |= {"num_hidden_layers": 4, "layer_types": kinds, "global_head_dim": 16, "num_attention_heads": 4}
+    config = read(base, **small, sliding_window=window)
+    params, ids = noisy(config), np.random.default_rng(2).integers(0, 64, (3, 40)).astype(np.int32)
+    for r, rows in enumerate(packed_steps(params, config, ids)):
+        assert len(rows) == sum(kept[r] for _, kept in STEPS) > 2 * window
+        alone = jnp.asarray(ids[r : r + 1, : len(rows)])
+        want = logits(params, run_forward(params, config, alone).final, config.final_softcap).T
+        np.testing.assert_allclose(rows, want, atol=5e-4)
+        if base is GEMMA3 and window == 3:
+            np.testing.assert_allclose(rows, formula(params, ids[r, : len(rows)]), atol=5e-4)
 
 
 @pytest.mark.parametrize("base", [GEMMA3, GEMMA4], ids=["gemma3", "gemma4"])

@@ -139,12 +139,17 @@ def test_the_same_settings_give_the_same_step(folder: Path, plain: str) -> None:
 # --- the run ---
 
 
+def rows_of_losses(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of a log's lines those that tell of updates."""
+    return [row for row in rows if "ce_loss" in row]
+
+
 def test_fields_say_when_a_run_writes(folder: Path) -> None:
     fields = {"checkpoint_every": 2, "keep_checkpoints": 4, "log_every": 3, "eval_every": 4, "eval_tokens": 5}
     fields["json"] = folder / "writes.json"
     trainer.train(tiny_settings(folder, "writes", **fields))
     rows = metrics_of(folder, "writes")
-    assert [row["step"] for row in rows if "ce_loss" in row] == [3, 6, 7]
+    assert [row["step"] for row in rows_of_losses(rows)] == [3, 6, 7]
     evaluated = [row for row in rows if "accepted_length" in row]
     assert [row["step"] for row in evaluated] == [4, 7]
     assert {row["eval_tokens"] for row in evaluated} == {2 * 4}  # two prompts; the first token is of the prompt's pass
@@ -153,6 +158,8 @@ def test_fields_say_when_a_run_writes(folder: Path) -> None:
     assert told["updates"] == {"total": 7, "first": 0, "last": 7, "finished": True}
     assert told["metrics"].items() >= rows[-1].items() - {"step": 7}.items() and told["best"]["step"] in (4, 7)
     assert (Path(told["drafter"]) / "config.json").is_file() and told["settings"]["log_every"] == 3
+    assert told["tokens"] == sum(n * row["tokens"] for n, row in zip((3, 3, 1), rows_of_losses(rows), strict=True))
+    assert told["seconds"] > 0
 
 
 # --- the drafter ---

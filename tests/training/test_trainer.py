@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +22,12 @@ import pytest
 
 from dspark_jax.checkpoints.deepspec import copy_with_calibration
 from dspark_jax.checkpoints.load import load_drafter
+from dspark_jax.config import write_json
 from dspark_jax.data.hidden_cache import DiskFullError, HiddenCache
 from dspark_jax.data.records import TrainingSample
 from dspark_jax.drafters.config import CALIBRATION
 from dspark_jax.sharding import MeshShape
-from dspark_jax.training import evaluate, prepare, trainer, vocabulary
+from dspark_jax.training import evaluate, export, prepare, trainer, vocabulary
 from dspark_jax.training.losses import LossConfig
 from dspark_jax.training.settings import TrainSettings, drafter_config
 from dspark_jax.training.step import TrainState
@@ -150,6 +152,40 @@ def test_log_tells_tokens_padding_and_time(folder: Path, whole: TrainState) -> N
         assert row["padding_share"] == pytest.approx(1 - row["tokens"] / (4 * 32))
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"])
         assert 0 <= row["wait_share"] <= 1
+
+
+def test_json_tells_of_what_a_call_did(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the updates of a stopped run, then of the rest; what is not finite is null, the drafter is there by then."""
+    file = folder / "told.json"
+    settings = replace(tiny_settings(folder, "told"), json=file)
+    write, drafter, there = export.write_drafter, folder / "told" / "drafter" / "config.json", []
+
+    def slowly(*args: Any, **options: Any) -> None:
+        time.sleep(0.5)
+        write(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "write_drafter", slowly)
+        patch.setattr(trainer, "write_json", lambda *args: there.append(drafter.is_file()) or write_json(*args))
+        at_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM), patch)
+        trainer.train(settings)
+    assert there == [True]
+    first = json.loads(file.read_text())
+    assert first["updates"] == {"total": 7, "first": 0, "last": 2, "finished": False} and first["best"] is None
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "decoded", lambda *args: {"accepted_length": float("inf")})
+        trainer.train(settings)
+    rest = json.loads(file.read_text())
+    assert rest["updates"] == {"total": 7, "first": 2, "last": 7, "finished": True}
+    assert rest["metrics"]["accepted_length"] is None and rest["metrics"]["held_out_ce_loss"] > 0
+    tokens = [row["tokens"] for row in metrics_of(folder, "told") if "tokens" in row]
+    assert (first["tokens"], rest["tokens"]) == (sum(tokens[:2]), sum(tokens[2:]))
+
+
+def test_a_file_for_json_is_looked_at_before_anything_is_trained(folder: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="none/told.json: must be a file in a folder that exists"):
+        trainer.train(replace(tiny_settings(folder, "unmade"), json=folder / "none" / "told.json"))
+    assert not (folder / "unmade").exists()
 
 
 def test_best_drafter_is_kept_with_its_figure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
