@@ -384,7 +384,7 @@ def test_answers_made_otherwise_are_not_used(
         ({"temperature": "nan"}, "temperature nan: must be finite"),
         ({"top_p": "0"}, "top_p 0.0: must be above 0 and at most 1"),
         ({"top_k": "-1"}, "top_k -1: must be 0"),
-        ({"min_p": "1"}, "min_p 1.0: must lie in [0, 1)"),
+        ({"min_p": "1"}, "min_p 1.0: must be at least 0 and below 1"),
         ({"seed": "-1"}, "seed -1: must be from 0"),
         ({"threshold": "1.5"}, "threshold 1.5: a probability, must lie in [0, 1]"),
         ({"drafters": "a={dspark} a=ngram"}, "drafters 'a=ngram': the name 'a' is used twice"),

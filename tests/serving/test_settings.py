@@ -17,7 +17,7 @@ REFUSED = [
     (["--prompt", "a", "--top-p", "0"], "top_p 0.0: must be above 0 and at most 1"),
     (["--prompt", "a", "--top-p", "1.5"], "top_p 1.5: must be"),
     (["--prompt", "a", "--top-k", "-2"], "top_k -2: must be 0 (off) or more"),
-    (["--prompt", "a", "--min-p", "1"], "min_p 1.0: must be from 0 to below 1"),
+    (["--prompt", "a", "--min-p", "1"], "min_p 1.0: must be at least 0 and below 1"),
     (["--prompt", "a", "--max-tokens", "0"], "max_tokens 0: must be at least 1"),
     (["--prompt", "a", "--seed", "-1"], "seed -1: must be"),
     (["--prompt", "a", "--stop", ""], "must be a non-empty string"),
