@@ -131,8 +131,6 @@ class ServeSettings:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: must be at least 1 device")
         sampling_fields(self.sampling())
-        if self.min_p >= 1:
-            raise ValueError(f"min_p {self.min_p}: must be from 0 to below 1")
         if self.slots < 1:
             raise ValueError(f"batch_size {self.slots}: must be at least 1")
         if self.slots % self.data:
